@@ -1,0 +1,48 @@
+"""rotfed: one common frame for transformers before they are averaged.
+
+A transformer computes the same function after many changes of its weights. `align` finds the change that brings one
+model nearest to another without altering what it computes; `merge` averages several models in one frame;
+`rotfed.flower` does both inside a Flower run.
+"""
+
+from rotfed.align import Alignment, Anchor, align
+from rotfed.anchors import align_all, medoid, merge
+from rotfed.checks import check_spec
+from rotfed.errors import (
+    AlignmentError,
+    ConvergenceWarning,
+    FunctionChangedError,
+    RecordError,
+    RotfedError,
+    SpecError,
+    TransformError,
+)
+from rotfed.library import load_spec, supported_model_types
+from rotfed.mergers import weighted_mean
+from rotfed.spec import SymmetrySpec
+from rotfed.transform import Transform, random_transform
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Alignment",
+    "AlignmentError",
+    "Anchor",
+    "ConvergenceWarning",
+    "FunctionChangedError",
+    "RecordError",
+    "RotfedError",
+    "SpecError",
+    "SymmetrySpec",
+    "Transform",
+    "TransformError",
+    "align",
+    "align_all",
+    "check_spec",
+    "load_spec",
+    "medoid",
+    "merge",
+    "random_transform",
+    "supported_model_types",
+    "weighted_mean",
+]

@@ -1,0 +1,164 @@
+"""Anchors: which frame several models are brought into before they are merged."""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rotfed.align import Alignment, Anchor, Params, align
+from rotfed.errors import AlignmentError, ConvergenceWarning
+from rotfed.mergers import check_alike, normalised_weights, weighted_mean
+from rotfed.spec import SymmetrySpec
+from rotfed.transform import Transform, to_work
+
+ANCHORS = ("global", "medoid", "consensus")
+
+
+def align_all(
+    models: Sequence[Params],
+    spec: SymmetrySpec,
+    anchor: str = "consensus",
+    weights: Sequence[float] | None = None,
+    reference: Params | None = None,
+    **options: Any,
+) -> list[Alignment]:
+    """Bring several models into one frame.
+
+    Parameters
+    ----------
+    models
+        Mappings from parameter name to tensor, of equal names and shapes.
+    anchor
+        `"global"`: each model is aligned to `reference`, on its own (what works under secure aggregation, with
+        differential-privacy accounting, and in a stream). `"medoid"`: each to the model nearest to the plain mean
+        (the multi-model rule of arXiv 2502.00264). `"consensus"`: generalized Procrustes analysis (Gower 1975), each
+        to the mean of all, which is renewed until it settles.
+    weights
+        Shares of the models in the mean, equal by default.
+    reference
+        The frame in which the result is expressed. The medoid and the consensus fix where the models stand to each
+        other, not the common frame; it is then the one nearest to `reference` (for the medoid and the consensus the
+        medoid itself by default), so that what outlives a round, such as a server optimiser's moments, keeps its
+        meaning.
+    options
+        `groups`, `layers`, `proper`, `strength`, `max_sweeps` of `align`.
+
+    Returns one Alignment a model, in order; their distances are those to the anchor chosen. Nothing is mutated.
+    Raises AlignmentError for models that differ, an unknown anchor, or a `"global"` one without a reference.
+    """
+    shares = normalised_weights(len(models), weights)
+    check_alike(models)
+    if anchor == "global":
+        if reference is None:
+            raise AlignmentError("anchor 'global': expected a reference model to align to, found none; pass reference")
+        prepared = reference if isinstance(reference, Anchor) else Anchor(reference, spec)
+        return [align(model, prepared, spec, **options) for model in models]
+    if anchor == "medoid":
+        aligned = _align_to_medoid(models, spec, shares, options)
+    elif anchor == "consensus":
+        aligned = _align_to_consensus(models, spec, shares, options)
+    else:
+        raise AlignmentError(f"anchor: expected one of {', '.join(ANCHORS)}, found {anchor!r}")
+    if reference is None and anchor == "medoid":
+        return aligned
+    home = models[medoid(models, shares)] if reference is None else reference
+    mean = weighted_mean([alignment.params for alignment in aligned], shares)
+    return _follow(models, aligned, align(mean, home, spec, **options).transform)
+
+
+def medoid(models: Sequence[Params], weights: Sequence[float] | None = None) -> int:
+    """The index of the model nearest to the weighted mean of all; the first of equals."""
+    mean = weighted_mean(models, weights)
+    distances2 = [_distance2(model, mean) for model in models]
+    return distances2.index(min(distances2))
+
+
+def _align_to_medoid(
+    models: Sequence[Params], spec: SymmetrySpec, shares: Sequence[float], options: Mapping[str, Any]
+) -> list[Alignment]:
+    centre = Anchor(models[medoid(models, shares)], spec)
+    return [align(model, centre, spec, **options) for model in models]
+
+
+def _align_to_consensus(
+    models: Sequence[Params],
+    spec: SymmetrySpec,
+    shares: Sequence[float],
+    options: Mapping[str, Any],
+    tolerance: float = 1e-3,
+    max_renewals: int = 20,
+) -> list[Alignment]:
+    """Align every model to the mean, renew the mean, until the spread settles to a relative `tolerance`."""
+    # Descent from the plain mean finds what is near; models in frames of their own have a mean that tells nothing,
+    # and start from the medoid's frame. The spread of the two starts decides.
+    at_medoid = [alignment.params for alignment in _align_to_medoid(models, spec, shares, options)]
+    members: Sequence[Params] = min((models, at_medoid), key=lambda start: _spread(start, shares))
+    spread = _spread(members, shares)
+    aligned: list[Alignment] = []
+    for _ in range(max_renewals):
+        mean = Anchor(weighted_mean(members, shares), spec)
+        aligned = [align(model, mean, spec, **options) for model in models]
+        members = [alignment.params for alignment in aligned]
+        previous, spread = spread, _spread(members, shares)
+        if previous - spread <= tolerance * previous:
+            return aligned
+    warnings.warn(
+        f"consensus: the spread still fell by {1 - spread / previous:.1%} in the last of {max_renewals} renewals; the "
+        "models are aligned, but not as near to each other as they could be",
+        ConvergenceWarning,
+        stacklevel=3,
+    )
+    return aligned
+
+
+def _follow(models: Sequence[Params], aligned: Iterable[Alignment], transform: Transform) -> list[Alignment]:
+    """The same alignments, all moved on by one more transform."""
+    moved = []
+    for model, alignment in zip(models, aligned, strict=True):
+        total = transform.compose(alignment.transform)
+        moved.append(
+            Alignment(
+                total.apply(model),
+                total,
+                alignment.distance_before,
+                alignment.distance_after,
+                alignment.identity_permutations,
+            )
+        )
+    return moved
+
+
+def _spread(models: Sequence[Params], shares: Sequence[float]) -> float:
+    """The weighted mean squared distance of models from their mean."""
+    mean = weighted_mean(models, shares)
+    return math.fsum(share * _distance2(model, mean) for model, share in zip(models, shares, strict=True))
+
+
+def _distance2(one: Params, other: Mapping[str, Tensor]) -> float:
+    return math.fsum(
+        float((to_work(tensor) - to_work(other[name]).to(to_work(tensor).device)).square().sum())
+        for name, tensor in one.items()
+        if tensor.is_floating_point()
+    )
+
+
+def merge(
+    models: Sequence[Params],
+    spec: SymmetrySpec,
+    weights: Sequence[float] | None = None,
+    anchor: str | Params = "consensus",
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Make one model of several: bring them into one frame, then take their weighted mean.
+
+    Parameters: `models`, mappings from parameter name to tensor; `weights`, their shares, equal by default; `anchor`,
+    `"consensus"` or `"medoid"` (see `align_all`), or the parameters of a model to align all of them to; `options`
+    of `align`. Returns a new mapping in the types of the first model. Nothing is mutated.
+    """
+    if isinstance(anchor, str):
+        aligned = align_all(models, spec, anchor, weights, **options)
+    else:
+        aligned = align_all(models, spec, "global", weights, reference=anchor, **options)
+    return weighted_mean([alignment.params for alignment in aligned], weights)

@@ -1,0 +1,190 @@
+"""The kinds of group under which a transformer keeps its function: how their elements look, act and combine.
+
+An element belongs to one index of its group (a layer, a head, ...); elements of all indices are stacked into one
+tensor, so every function here is batched over leading dimensions. Nothing in this file knows a parameter name.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from rotfed.errors import TransformError
+
+
+class Kind(ABC):
+    """One kind of group acting on vectors of length `n`; elements are stacked over `batch`.
+
+    `act` and its dual take `x` of shape `(*batch, n, m)`: `m` vectors of length `n` for every batch index. The dual
+    is the inverse transpose, so that `act(e, x)` and `act(e, y, dual=True)` keep the product `x.mT @ y`.
+    """
+
+    @abstractmethod
+    def identity(self, batch: tuple[int, ...], n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The neutral element at every batch index."""
+
+    @abstractmethod
+    def random(
+        self,
+        batch: tuple[int, ...],
+        n: int,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float64,
+        proper: bool = False,
+    ) -> Tensor:
+        """A random element at every batch index; `proper` leaves out reflections and negative scales."""
+
+    @abstractmethod
+    def inverse(self, element: Tensor) -> Tensor:
+        """The element that undoes `element`."""
+
+    @abstractmethod
+    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
+        """The element that acts as `earlier` followed by `later`."""
+
+    @abstractmethod
+    def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
+        """Apply `element` to `x` of shape `(*batch, n, m)`, or its inverse transpose where `dual`."""
+
+    @abstractmethod
+    def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
+        """The shape of a stack of elements."""
+
+    @abstractmethod
+    def defect(self, element: Tensor) -> float:
+        """How far the worst element is from being a member of the group: 0 for a perfect one, inf for a hopeless one."""
+
+    def validate(self, element: Tensor, batch: tuple[int, ...], n: int, name: str) -> None:
+        """Raise TransformError unless `element` is a stack of members of the group of the given shape."""
+        expected = self.element_shape(batch, n)
+        if tuple(element.shape) != expected:
+            raise TransformError(
+                f"{name}: expected elements of shape {expected}, found {tuple(element.shape)}; "
+                "build transforms with random_transform or align for the same spec"
+            )
+        # An element stored in float32 is orthogonal to float32 accuracy only.
+        tolerance = 1e-4 if element.dtype in (torch.float32, torch.float16, torch.bfloat16) else 1e-9
+        if (defect := self.defect(element)) > tolerance:
+            raise TransformError(
+                f"{name}: expected members of a group of kind {type(self).__name__.lower()}, found one that is off "
+                f"by {defect:.2g}; applying it would change the function of the model"
+            )
+
+
+class Orthogonal(Kind):
+    """O(n), rotations and reflections; an element is a matrix `(n, n)` that acts from the left."""
+
+    def identity(self, batch: tuple[int, ...], n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.eye(n, dtype=dtype).expand(*batch, n, n).clone()
+
+    def random(
+        self,
+        batch: tuple[int, ...],
+        n: int,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float64,
+        proper: bool = False,
+    ) -> Tensor:
+        """Haar-distributed: QR of a Gaussian matrix with the signs of R's diagonal moved into Q (Mezzadri 2007)."""
+        gaussian = torch.randn(*batch, n, n, generator=generator, dtype=torch.float64)
+        q, r = torch.linalg.qr(gaussian)
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+        if proper:
+            q[..., 0] *= torch.linalg.det(q).sign().unsqueeze(-1)
+        return q.to(dtype)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return element.mT.contiguous()
+
+    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
+        return later @ earlier
+
+    def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
+        # The inverse transpose of an orthogonal matrix is the matrix itself.
+        return element @ x
+
+    def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
+        return (*batch, n, n)
+
+    def defect(self, element: Tensor) -> float:
+        if not element.is_floating_point():
+            return float("inf")
+        gram = element.double() @ element.double().mT
+        error = (gram - torch.eye(element.shape[-1], dtype=torch.float64, device=element.device)).abs()
+        return float(torch.nan_to_num(error, nan=torch.inf).max()) if error.numel() else 0.0
+
+
+class Permutation(Kind):
+    """S_n; an element is an index vector `(n,)` with `act(p, x)[i] = x[p[i]]`."""
+
+    def identity(self, batch: tuple[int, ...], n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.arange(n).expand(*batch, n).clone()
+
+    def random(
+        self,
+        batch: tuple[int, ...],
+        n: int,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float64,
+        proper: bool = False,
+    ) -> Tensor:
+        return torch.rand(*batch, n, generator=generator, dtype=torch.float64).argsort(-1)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return element.argsort(-1)
+
+    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
+        return earlier.gather(-1, later)
+
+    def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
+        return x.gather(-2, element.unsqueeze(-1).expand_as(x))
+
+    def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
+        return (*batch, n)
+
+    def defect(self, element: Tensor) -> float:
+        if element.is_floating_point() or element.is_complex() or element.dtype == torch.bool:
+            return float("inf")
+        in_order = torch.arange(element.shape[-1], device=element.device)
+        return 0.0 if torch.equal(element.sort(-1).values, in_order.expand_as(element)) else float("inf")
+
+
+class Scale(Kind):
+    """The non-zero reals, one for each of `n` coordinates; the dual divides."""
+
+    def identity(self, batch: tuple[int, ...], n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.ones(*batch, n, dtype=dtype)
+
+    def random(
+        self,
+        batch: tuple[int, ...],
+        n: int,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float64,
+        proper: bool = False,
+    ) -> Tensor:
+        """Log-normal with a spread of half a natural unit and, unless `proper`, a random sign."""
+        magnitude = (0.5 * torch.randn(*batch, n, generator=generator, dtype=torch.float64)).exp()
+        sign = torch.randint(0, 2, (*batch, n), generator=generator) * 2 - 1
+        return (magnitude if proper else magnitude * sign).to(dtype)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return element.reciprocal()
+
+    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
+        return later * earlier
+
+    def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
+        factor = element.unsqueeze(-1)
+        return x / factor if dual else x * factor
+
+    def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
+        return (*batch, n)
+
+    def defect(self, element: Tensor) -> float:
+        if not element.is_floating_point():
+            return float("inf")
+        return 0.0 if bool((element.isfinite() & (element != 0)).all()) else float("inf")
+
+
+KINDS: dict[str, Kind] = {"orthogonal": Orthogonal(), "permutation": Permutation(), "scale": Scale()}

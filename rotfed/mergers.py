@@ -1,0 +1,64 @@
+"""Mergers: from models in one frame to one model."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rotfed.errors import AlignmentError
+from rotfed.transform import to_work
+
+
+def normalised_weights(count: int, weights: Sequence[float] | None) -> list[float]:
+    """Weights that sum to one, equal where `weights` is None. Raises AlignmentError for impossible ones."""
+    if count == 0:
+        raise AlignmentError("models: expected at least one, found none")
+    if weights is None:
+        return [1.0 / count] * count
+    values = [float(weight) for weight in weights]
+    if len(values) != count:
+        raise AlignmentError(f"weights: expected {count}, one a model, found {len(values)}")
+    total = sum(values)
+    if not all(0.0 <= value < float("inf") for value in values) or not 0.0 < total < float("inf"):
+        raise AlignmentError(f"weights: expected non-negative finite numbers, not all zero, found {values}")
+    return [value / total for value in values]
+
+
+def check_alike(models: Sequence[Mapping[str, Tensor]]) -> None:
+    """Raise AlignmentError unless all models have the same parameter names and shapes."""
+    first = models[0]
+    for number, model in enumerate(models[1:], start=1):
+        if odd := sorted(set(model) ^ set(first)):
+            place = "model 0" if odd[0] in first else f"model {number}"
+            raise AlignmentError(f"{odd[0]}: expected in every model, found in {place} only; merge like models")
+        for name, tensor in model.items():
+            if tensor.shape != first[name].shape:
+                raise AlignmentError(
+                    f"{name}: expected shape {tuple(first[name].shape)} as in model 0, found {tuple(tensor.shape)} "
+                    f"in model {number}; merge models of one architecture"
+                )
+
+
+def weighted_mean(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
+    """The weighted mean of models that share a frame.
+
+    Accumulated in float64, returned in the types of the first model; whole-number buffers are rounded, flags go
+    with the majority. Nothing is mutated. Raises AlignmentError for models that differ in names or shapes.
+    """
+    shares = normalised_weights(len(models), weights)
+    check_alike(models)
+    mean = {}
+    for name, first in models[0].items():
+        total = sum(to_work(model[name]) * share for model, share in zip(models, shares, strict=True))
+        assert isinstance(total, Tensor)
+        mean[name] = restore_type(total, first.dtype).to(first.device)
+    return mean
+
+
+def restore_type(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mean computed in floating point as `dtype`: whole numbers rounded, flags by majority."""
+    if dtype == torch.bool:
+        return value >= 0.5
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return value.round().to(dtype)
+    return value.to(dtype)

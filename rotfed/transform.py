@@ -1,0 +1,117 @@
+"""Transforms: one element of every group of a spec, and what they do to the parameters of a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rotfed.errors import TransformError
+from rotfed.spec import Action, Block, SymmetrySpec
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A change of a model's weights that keeps its function.
+
+    `elements` holds, for each group of `spec`, its elements stacked over the group's index: `(layers, heads,
+    head_dim, head_dim)` for the rotation of each head, `(layers, d_ff)` for a permutation. Groups that are missing
+    stay as they are. Raises TransformError unless every element is a member of its group.
+    """
+
+    spec: SymmetrySpec
+    elements: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        for name, element in self.elements.items():
+            if name not in self.spec.groups:
+                raise TransformError(
+                    f"{name}: no such group in {self.spec.source}; expected some of {', '.join(self.spec.groups)}"
+                )
+            group = self.spec.groups[name]
+            group.kind.validate(element, group.batch, group.size, name)
+
+    def apply(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters of the same function in the other frame.
+
+        Parameters: `params`, a mapping from name to tensor such as `model.state_dict()`, of which nothing is mutated.
+        Returns a new dict with the same names, shapes, types and devices; computed in float64. Tensors on which no
+        group acts are the very same objects. Raises SpecError where the spec does not fit `params`.
+        """
+        moved = dict(params)
+        wide: dict[str, Tensor] = {}
+        for block in self.spec.resolve(params).blocks:
+            if not any(action.group.name in self.elements for action in block.actions):
+                continue
+            if block.param not in wide:
+                wide[block.param] = to_work(params[block.param]).clone()
+            block.write(wide, act(block.read(wide), block, self._elements_on(wide[block.param].device)))
+        for name, tensor in wide.items():
+            moved[name] = tensor.to(device=params[name].device, dtype=params[name].dtype)
+        return moved
+
+    def _elements_on(self, device: torch.device) -> dict[str, Tensor]:
+        """The elements, ready to act on float64 tensors on `device`."""
+        return {
+            name: element.to(device=device, dtype=torch.float64 if element.is_floating_point() else element.dtype)
+            for name, element in self.elements.items()
+        }
+
+    def inverse(self) -> "Transform":
+        """The transform that undoes this one."""
+        groups = self.spec.groups
+        return Transform(self.spec, {name: groups[name].kind.inverse(e) for name, e in self.elements.items()})
+
+    def compose(self, other: "Transform") -> "Transform":
+        """This transform after `other`: `a.compose(b).apply(x)` equals `a.apply(b.apply(x))`."""
+        if other.spec != self.spec:
+            raise TransformError("compose: the two transforms belong to different specs; build both from one spec")
+        composed = {**other.elements, **self.elements}
+        for name in set(self.elements) & set(other.elements):
+            later, earlier = self.elements[name], other.elements[name]
+            composed[name] = self.spec.groups[name].kind.compose(later, earlier)
+        return Transform(self.spec, composed)
+
+
+def identity_transform(spec: SymmetrySpec) -> Transform:
+    """The transform that changes nothing."""
+    return Transform(spec, {name: group.kind.identity(group.batch, group.size) for name, group in spec.groups.items()})
+
+
+def random_transform(
+    spec: SymmetrySpec,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+    proper: bool = False,
+) -> Transform:
+    """A random element of every group of `spec`: Haar rotations, uniform permutations, log-normal scales.
+
+    `dtype` is the type that elements are held in; `proper` leaves out reflections and negative scales.
+    """
+    return Transform(
+        spec,
+        {
+            name: group.kind.random(group.batch, group.size, generator, dtype, proper)
+            for name, group in spec.groups.items()
+        },
+    )
+
+
+def act(x: Tensor, block: Block, elements: Mapping[str, Tensor]) -> Tensor:
+    """Apply the elements of all groups in `elements` that act on `block` to `x`, a tensor in the block's shape."""
+    for action in block.actions:
+        if (element := elements.get(action.group.name)) is not None:
+            element = in_layer(element, action, block)
+            x = action.fold(action.group.kind.act(element, action.unfold(x), action.dual), block.shape)
+    return x
+
+
+def in_layer(stacked: Tensor, action: Action, block: Block) -> Tensor:
+    """The part of a group's stacked elements that acts on a block."""
+    return stacked[block.layer] if action.group.layered else stacked
+
+
+def to_work(tensor: Tensor) -> Tensor:
+    """A tensor in the type that rotfed computes in, float64, on its own device where that has such a type."""
+    device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
+    return tensor.detach().to(device=device, dtype=torch.float64)
