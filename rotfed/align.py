@@ -295,9 +295,7 @@ class _Problem:
                 yield mine, other
 
 
-def _pairs(
-    name: str, others: Mapping[str, Tensor], blocks: Iterable[tuple[Block, Tensor, Tensor]]
-) -> Iterator[_Pair]:
+def _pairs(name: str, others: Mapping[str, Tensor], blocks: Iterable[tuple[Block, Tensor, Tensor]]) -> Iterator[_Pair]:
     """What the problem of one group consists of, with the coupled groups held at `others`."""
     for block, source, anchor in blocks:
         for action in block.actions:

@@ -47,9 +47,7 @@ class _Parser:
         self.next = 0
 
     def fault(self, found: str) -> SpecError:
-        return SpecError(
-            f"axis string {self.text!r}: {found}; expected names, (a b), [a | b], a*group or a/group"
-        )
+        return SpecError(f"axis string {self.text!r}: {found}; expected names, (a b), [a | b], a*group or a/group")
 
     def peek(self) -> str:
         return self.tokens[self.next] if self.next < len(self.tokens) else ""

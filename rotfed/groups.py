@@ -52,7 +52,7 @@ class Kind(ABC):
 
     @abstractmethod
     def defect(self, element: Tensor) -> float:
-        """How far the worst element is from being a member of the group: 0 for a perfect one, inf for a hopeless one."""
+        """How far the worst element is from being a member: 0 for a perfect one, inf for a hopeless one."""
 
     def validate(self, element: Tensor, batch: tuple[int, ...], n: int, name: str) -> None:
         """Raise TransformError unless `element` is a stack of members of the group of the given shape."""

@@ -57,9 +57,7 @@ def identity_radius(anchor: Tensor) -> Tensor:
     return 0.5 * distance2.clamp_min(0).min(-1).values.sqrt()
 
 
-def linear_assignment(
-    source: Tensor, anchor: Tensor, radius: Tensor | None = None, strength: float = 1.0
-) -> Tensor:
+def linear_assignment(source: Tensor, anchor: Tensor, radius: Tensor | None = None, strength: float = 1.0) -> Tensor:
     """Solve min_p sum_i ||source[p[i]] - anchor[i]||^2 over permutations p.
 
     Parameters: `source` and `anchor` of shape `(n, m)`, a unit a row; `radius`, what `identity_radius(anchor)` gave,

@@ -1,0 +1,96 @@
+"""Alignment on the client: a mod that lets nothing but an aligned model leave."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp.typing import ClientAppCallable, Mod
+from torch import Tensor
+
+from rotfed.align import align, check_options
+from rotfed.errors import RecordError
+from rotfed.flower.records import to_record, to_state_dict
+from rotfed.flower.replies import match_params
+from rotfed.spec import SymmetrySpec
+
+# The records in which Flower's legacy API (NumPyClient, SecAgg+) carries what it sends out and gets back.
+_LEGACY_SENT, _LEGACY_RETURNED = "fitins.parameters", "fitres.parameters"
+
+
+def align_mod(
+    spec: SymmetrySpec,
+    groups: Iterable[str] | None = None,
+    layers: Iterable[int] | None = None,
+    proper: bool = False,
+    strength: float = 1.0,
+    max_sweeps: int = 20,
+    names: Sequence[str] | None = None,
+) -> Mod:
+    """A client mod that aligns the trained model to the one received, before anything else sees it.
+
+    Parameters: `spec` and the options of `rotfed.align`; `names`, the parameters' names in order, needed only for the
+    legacy API (NumPyClient), which sends arrays without names: `list(model.state_dict())`.
+
+    Works with plain messages and, in the legacy layout, under secure aggregation. The first mod listed is outermost, so
+    it comes last: `mods=[fixedclipping_mod, align_mod(spec)]`, `[LocalDpMod(...), align_mod(spec)]`,
+    `[secaggplus_mod, align_mod(spec, names=...)]`. Raises a RotfedError inside the client, which reaches the server as
+    that client's error, where the trained model cannot be aligned.
+    """
+    check_options(strength, max_sweeps)
+    options: dict[str, Any] = {
+        "groups": spec.select_groups(groups),
+        "layers": spec.select_layers(layers),
+        "proper": proper,
+        "strength": strength,
+        "max_sweeps": max_sweeps,
+    }
+
+    def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        if message.metadata.message_type.split(".")[0] != "train" or not message.content.array_records:
+            return call_next(message, context)
+        _, record = _only_record(message, "message")
+        received = _named(record, names)
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        key, returned = _only_record(reply, "reply")
+        trained = match_params(_named(returned, names), received)
+        aligned = to_record(align(trained, received, spec, **options).params)
+        if _is_legacy(returned):
+            aligned = ArrayRecord({str(i): array for i, array in enumerate(aligned.values())})
+        reply.content[key] = aligned
+        return reply
+
+    return mod
+
+
+def _only_record(message: Message, role: str) -> tuple[str, ArrayRecord]:
+    """The one ArrayRecord of a message, in either API's layout."""
+    records = message.content.array_records
+    for key in (_LEGACY_SENT, _LEGACY_RETURNED):
+        if key in records:
+            return key, records[key]
+    if len(records) != 1:
+        raise RecordError(f"align_mod: expected one ArrayRecord in the {role}, found {len(records)}")
+    return next(iter(records.items()))
+
+
+def _is_legacy(record: ArrayRecord) -> bool:
+    return bool(record) and all(array.dtype == "" for array in record.values())
+
+
+def _named(record: ArrayRecord, names: Sequence[str] | None) -> dict[str, Tensor]:
+    params = to_state_dict(record)
+    if not _is_legacy(record):
+        return params
+    if names is None:
+        raise RecordError(
+            "align_mod: expected the parameters' names for the legacy API, whose arrays have none, found none; "
+            "pass names=list(model.state_dict())"
+        )
+    if len(names) != len(params):
+        raise RecordError(
+            f"align_mod: expected {len(names)} arrays, one for each of names, found {len(params)}; "
+            "pass names=list(model.state_dict()) of the model that is trained"
+        )
+    return dict(zip(names, params.values(), strict=True))

@@ -1,0 +1,58 @@
+"""What one round of alignment did, for logs, metrics and files."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ClientReport:
+    """One client's alignment: Euclidean distances to the anchor, and the share of identity permutations."""
+
+    node_id: int
+    distance_before: float
+    distance_after: float
+    identity_permutations: float
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """One round: the clients that were aligned, the nodes that were refused and why, and the seconds it took."""
+
+    round: int
+    anchor: str
+    clients: tuple[ClientReport, ...]
+    refused: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def _mean(self, name: str) -> float:
+        return sum(getattr(client, name) for client in self.clients) / max(1, len(self.clients))
+
+    @property
+    def distance_before(self) -> float:
+        """Mean distance of the clients' models to the anchor as they came."""
+        return self._mean("distance_before")
+
+    @property
+    def distance_after(self) -> float:
+        """Mean distance of the clients' models to the anchor once aligned."""
+        return self._mean("distance_after")
+
+    @property
+    def identity_permutations(self) -> float:
+        """Share of permutations, over clients, groups and layers, that were the identity."""
+        return self._mean("identity_permutations")
+
+    def metrics(self) -> dict[str, float]:
+        """The round's figures under the names that they have in a MetricRecord."""
+        return {
+            "rotfed-distance-before": self.distance_before,
+            "rotfed-distance-after": self.distance_after,
+            "rotfed-identity-permutations": self.identity_permutations,
+            "rotfed-refused": float(len(self.refused)),
+            "rotfed-seconds": self.seconds,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data for a JSON file."""
+        means = {name: getattr(self, name) for name in ("distance_before", "distance_after", "identity_permutations")}
+        return {**asdict(self), **means, "refused": {str(node): why for node, why in self.refused.items()}}

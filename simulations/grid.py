@@ -1,0 +1,89 @@
+"""A Grid that calls a ClientApp in this process: the same strategies, messages and apps, without an engine.
+
+For benchmarks and tests, where the start of an engine would take most of the time. Users who outgrow one machine run
+Flower's own engines, to which strategies and apps go unchanged.
+"""
+
+import copy
+import uuid
+from collections.abc import Iterable, Mapping
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+_SERVER_NODE = 1
+
+
+class InProcessGrid(Grid):
+    """Nodes that live in this process; node ids are `first_node + partition`.
+
+    Parameters: `client_app`, called once a message; `num_nodes`; `run_config`, what the apps read as
+    `context.run_config`. Messages are copied on their way in both directions, as a network would, and an exception in
+    the app becomes an error reply with Flower's code for it.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_nodes: int,
+        run_config: Mapping[str, bool | int | float | str] | None = None,
+        first_node: int = 101,
+    ) -> None:
+        self.client_app = client_app
+        self._run = Run.create_empty(run_id=1)
+        # A message's constructor reads the identity of the process that it is made in.
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, _SERVER_NODE
+        self.contexts = {
+            first_node + partition: Context(
+                run_id=1,
+                node_id=first_node + partition,
+                node_config={"partition-id": partition, "num-partitions": num_nodes},
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for partition in range(num_nodes)
+        }
+
+    def set_run(self, run: Run) -> None:
+        """Take over the run's description."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run's description."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Make a message to a node."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """All nodes, in order."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Not offered: an in-process node answers at once."""
+        raise NotImplementedError("InProcessGrid answers at once; use send_and_receive")
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Not offered: an in-process node answers at once."""
+        raise NotImplementedError("InProcessGrid answers at once; use send_and_receive")
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Hand every message to the app, one after another, and return the replies in order."""
+        replies = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
+            arrived = copy.deepcopy(message)
+            try:
+                reply = self.client_app(arrived, self.contexts[message.metadata.dst_node_id])
+            except Exception as error:  # what a SuperNode does with any exception of an app
+                reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
+            replies.append(copy.deepcopy(reply))
+        return replies
