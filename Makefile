@@ -1,0 +1,37 @@
+# make demo   FedAvg against RotFedAvg on Flower's simulation engine: a table, a picture, one results file
+# make test   the tests
+# make lint   style and types
+# make clean  remove .venv and caches
+# Each sets up .venv first where it is missing or older than what it is made from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	@$(BIN)/python -m simulations.demo $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "rotfed needs Python 3.11 or later, found $$($(PYTHON) --version 2>&1); set PYTHON=/path/to/one"; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version) (once; one to three minutes) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable ".[simulation,plots,dev]"
+	@touch $@
+	@echo "$(VENV) is ready."

@@ -1,0 +1,1 @@
+"""The Flower ClientApp: data, models and local training."""

@@ -1,0 +1,257 @@
+"""The run config as one validated value.
+
+Flower's run config is a flat mapping of int, float, bool and str (no lists, so lists are comma-separated
+strings). It is read and checked once, at the edge of both apps; everything behind it takes plain arguments.
+Defaults live in one place, `[tool.flwr.app.config]` in pyproject.toml.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from flwr.app.user_config import UserConfigValue
+
+from rotfed.errors import RotfedError
+
+STRATEGIES = ("rotfed", "fedavg")
+ANCHORS = ("global", "medoid", "consensus")
+TASKS = ("image", "text")
+PARTITIONS = ("iid", "dirichlet")
+STARTS = ("same", "different")
+BUILT_IN_MODELS = {"image": "vit-small", "text": "bert-small"}
+
+
+class ConfigError(RotfedError):
+    """A run config value that cannot be used; the message names the key, the value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run, as configured; field `num_server_rounds` is the key `num-server-rounds`, and so on.
+
+    Attributes
+    ----------
+    num_server_rounds, strategy, anchor, groups, layers, proper, strength
+        Rounds, and how replies are aligned: `groups` and `layers` are None for all of them.
+    task, dataset, input_column, label_column, model, max_length
+        What is learned: `dataset` is "digits", "fashion-mnist", a folder (text) or a Hugging Face name,
+        whose columns are found by their types unless named; `model` is built in ("vit-small",
+        "bert-small"), a transformers folder or a hub id; `max_length` counts tokens (text only; bytes for
+        "bert-small").
+    partition, alpha, start
+        How data is split over clients, and whether they start from one initialisation or from their own.
+    local_epochs, batch_size, learning_rate
+        Local training.
+    fraction_train, fraction_evaluate, min_nodes
+        Sampling, as in Flower's FedAvg; a round waits for `min_nodes` nodes.
+    evaluate_clients
+        Measure every client's own model on the held-out split as well (costs one evaluation a client).
+    seed
+        Decides initialisation, splits, partitions, sampling and batch order.
+    results, save_model
+        Absolute paths of the results file and of the folder for the final model; empty for neither.
+    """
+
+    num_server_rounds: int
+    strategy: str
+    anchor: str
+    groups: tuple[str, ...] | None
+    layers: tuple[int, ...] | None
+    proper: bool
+    strength: float
+    task: str
+    dataset: str
+    input_column: str
+    label_column: str
+    model: str
+    max_length: int
+    partition: str
+    alpha: float
+    start: str
+    local_epochs: int
+    batch_size: int
+    learning_rate: float
+    fraction_train: float
+    fraction_evaluate: float
+    min_nodes: int
+    evaluate_clients: bool
+    seed: int
+    results: str
+    save_model: str
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the model is built by the app rather than read from a folder or the hub."""
+        return self.model in BUILT_IN_MODELS.values()
+
+    @property
+    def own_start(self) -> bool:
+        """Whether each client begins from its own initialisation."""
+        return self.start == "different"
+
+
+def parse_settings(run_config: Mapping[str, UserConfigValue]) -> Settings:
+    """Read and check a run config.
+
+    Raises
+    ------
+    ConfigError
+        One sentence that names the key, the value found and the values allowed.
+    """
+    parsers = _parsers()
+    unknown = sorted(set(run_config) - set(parsers))
+    if unknown:
+        raise ConfigError(f"run config key {unknown[0]!r} is unknown; the known keys are {', '.join(sorted(parsers))}")
+    missing = sorted(set(parsers) - set(run_config))
+    if missing:
+        raise ConfigError(f"run config key {missing[0]!r} is missing; add it to [tool.flwr.app.config]")
+    values = {_field(key): parse(key, run_config[key]) for key, parse in parsers.items()}
+    settings = Settings(**values)
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    expected = BUILT_IN_MODELS[settings.task]
+    if settings.built_in and settings.model != expected:
+        raise ConfigError(
+            f"run config model = {settings.model!r} does not fit task = {settings.task!r}; "
+            f"use {expected!r}, a transformers folder or a hub id"
+        )
+    if settings.task == "text" and settings.dataset in ("digits", "fashion-mnist"):
+        raise ConfigError(
+            f"run config dataset = {settings.dataset!r} holds images, which task = 'text' cannot read; "
+            "give a folder with one subfolder of .txt files per class, or a Hugging Face data set name"
+        )
+    if settings.own_start and not settings.built_in:
+        raise ConfigError(
+            f"run config start = 'different' needs a built-in model to initialise, and model = "
+            f"{settings.model!r} is pretrained; use start = 'same'"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# One parser a key
+
+_Parser = Callable[[str, UserConfigValue], Any]
+
+
+def _parsers() -> dict[str, _Parser]:
+    parsers: dict[str, _Parser] = {
+        "num-server-rounds": _integer(1),
+        "strategy": _choice(STRATEGIES),
+        "anchor": _choice(ANCHORS),
+        "groups": _names,
+        "layers": _layers,
+        "proper": _boolean,
+        "strength": _number(0.0, 1.0, open_low=True),
+        "task": _choice(TASKS),
+        "dataset": _text,
+        "input-column": _optional_text,
+        "label-column": _optional_text,
+        "model": _text,
+        "max-length": _integer(1),
+        "partition": _choice(PARTITIONS),
+        "alpha": _number(0.0, open_low=True),
+        "start": _choice(STARTS),
+        "local-epochs": _integer(1),
+        "batch-size": _integer(1),
+        "learning-rate": _number(0.0, open_low=True),
+        "fraction-train": _number(0.0, 1.0, open_low=True),
+        "fraction-evaluate": _number(0.0, 1.0),
+        "min-nodes": _integer(1),
+        "evaluate-clients": _boolean,
+        "seed": _integer(0),
+        "results": _absolute_path,
+        "save-model": _absolute_path,
+    }
+    assert {_field(key) for key in parsers} == {field.name for field in fields(Settings)}
+    return parsers
+
+
+def _field(key: str) -> str:
+    return key.replace("-", "_")
+
+
+def _refuse(key: str, value: UserConfigValue, allowed: str) -> ConfigError:
+    return ConfigError(f"run config {key} = {value!r} cannot be used; it must be {allowed}")
+
+
+def _choice(allowed: tuple[str, ...]) -> _Parser:
+    def parse(key: str, value: UserConfigValue) -> str:
+        if value not in allowed:
+            raise _refuse(key, value, "one of " + ", ".join(map(repr, allowed)))
+        return str(value)
+
+    return parse
+
+
+def _integer(low: int) -> _Parser:
+    def parse(key: str, value: UserConfigValue) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise _refuse(key, value, f"a whole number of at least {low}")
+        return value
+
+    return parse
+
+
+def _number(low: float, high: float = float("inf"), *, open_low: bool = False) -> _Parser:
+    interval = f"above {low:g}" if open_low else f"at least {low:g}"
+    if high != float("inf"):
+        interval += f" and at most {high:g}"
+
+    def parse(key: str, value: UserConfigValue) -> float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Written so that NaN, which compares false with everything, is refused.
+        if not number or not (low <= float(value) <= high) or (open_low and float(value) == low):
+            raise _refuse(key, value, f"a number {interval}")
+        if float(value) == float("inf"):
+            raise _refuse(key, value, f"a finite number {interval}")
+        return float(value)
+
+    return parse
+
+
+def _boolean(key: str, value: UserConfigValue) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(key, value, "true or false")
+    return value
+
+
+def _text(key: str, value: UserConfigValue) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise _refuse(key, value, "a string that is not empty")
+    return value.strip()
+
+
+def _optional_text(key: str, value: UserConfigValue) -> str:
+    if not isinstance(value, str):
+        raise _refuse(key, value, "a string, or empty")
+    return value.strip()
+
+
+def _absolute_path(key: str, value: UserConfigValue) -> str:
+    # The ServerApp's working directory is the SuperLink's, so a relative path would land anywhere.
+    if not isinstance(value, str) or (value and not Path(value).is_absolute()):
+        raise _refuse(key, value, "an absolute path, or empty for none")
+    return value
+
+
+def _names(key: str, value: UserConfigValue) -> tuple[str, ...] | None:
+    if not isinstance(value, str):
+        raise _refuse(key, value, 'group names separated by commas such as "qk,vo", or empty for all')
+    return tuple(part.strip() for part in value.split(",") if part.strip()) or None
+
+
+def _layers(key: str, value: UserConfigValue) -> tuple[int, ...] | None:
+    allowed = 'layer numbers such as "0,1" or "0-3", or empty for all'
+    if not isinstance(value, str):
+        raise _refuse(key, value, allowed)
+    layers: set[int] = set()
+    for part in filter(None, (part.strip() for part in value.split(","))):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
+            raise _refuse(key, value, allowed)
+        layers.update(range(int(first), int(last if dash else first) + 1))
+    return tuple(sorted(layers)) or None

@@ -1,0 +1,113 @@
+"""Local training and evaluation; they change the model that they are given and draw on seeds of the caller."""
+
+import math
+import random
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import cross_entropy
+
+from client.data import Examples
+from client.models import Encoder
+
+MAX_GRADIENT_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean cross-entropy and share of correct labels in [0, 1] over `examples` examples."""
+
+    loss: float
+    accuracy: float
+    examples: int
+
+
+def pick_device() -> torch.device:
+    """CUDA when a device is visible to this process, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def seed_everything(*entropy: int) -> None:
+    """Seed Python's, numpy's and torch's global generators from several numbers: (seed, round, client)."""
+    seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def train(
+    model: Module,
+    encode: Encoder,
+    examples: Examples,
+    *,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    device: torch.device,
+    generator: torch.Generator,
+) -> float:
+    """Train `model` in place with AdamW and return the mean loss of the last epoch.
+
+    Parameters
+    ----------
+    device
+        On CUDA the forward pass runs under bfloat16 autocast; weights and optimizer stay float32.
+    generator
+        On the CPU; decides the order of the batches. Dropout draws from torch's global generator.
+
+    Raises
+    ------
+    FloatingPointError
+        When the loss is no longer finite: the weights are then useless to everybody.
+    """
+    model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    total = 0.0
+    for _ in range(epochs):
+        total = 0.0
+        order = torch.randperm(len(examples), generator=generator)
+        for rows in order.split(batch_size):
+            logits, labels = _forward(model, encode, examples.take(rows), device)
+            loss = cross_entropy(logits, labels)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+            optimizer.step()
+            total += loss.item() * len(rows)
+        if not math.isfinite(total):
+            raise FloatingPointError(
+                f"training loss is {total / len(examples)}: expected a finite number; lower learning-rate "
+                f"(now {learning_rate:g})"
+            )
+    model.eval()
+    return total / len(examples)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Module, encode: Encoder, examples: Examples, *, batch_size: int, device: torch.device
+) -> Evaluation:
+    """Measure `model` on `examples`; it is moved to `device` and left in evaluation mode."""
+    model.to(device).eval()
+    loss, correct = 0.0, 0
+    for rows in torch.arange(len(examples)).split(batch_size):
+        logits, labels = _forward(model, encode, examples.take(rows), device)
+        loss += cross_entropy(logits, labels, reduction="sum").item()
+        correct += int((logits.argmax(-1) == labels).sum())
+    return Evaluation(loss / len(examples), correct / len(examples), len(examples))
+
+
+def _forward(model: Module, encode: Encoder, batch: Examples, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Logits, float32 (n, classes), and labels, int64 (n,), on `device`."""
+    inputs = {name: value.to(device) for name, value in encode(batch.inputs).items()}
+    with _precision(device):
+        logits = model(**inputs).logits
+    return logits.float(), batch.labels.to(device)
+
+
+def _precision(device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()

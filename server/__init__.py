@@ -1,0 +1,1 @@
+"""The Flower ServerApp: strategy, evaluation on held-out data, and results."""

@@ -1,0 +1,142 @@
+"""The Flower ServerApp: average the clients' transformers, aligned or not, and measure every round."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+from transformers import PreTrainedModel
+
+import rotfed
+from client.data import Corpus, load_corpus
+from client.fingerprint import KEY as FINGERPRINT_KEY
+from client.fingerprint import fingerprint
+from client.models import build_encoder, build_model, build_tokenizer
+from client.settings import Settings, parse_settings
+from client.training import Evaluation, evaluate, pick_device, seed_everything
+from rotfed.flower import RotFedAvg, to_record, to_state_dict
+from server.grid import OrderedGrid
+from server.results import Recorder, environment
+
+app = ServerApp()
+
+EVALUATION_BATCH_SIZE = 256
+
+TrainMetrics = Callable[[list[RecordDict], str], MetricRecord]
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run one federation; anything wrong with its config is raised before a message is sent."""
+    settings = parse_settings(context.run_config)
+    recorder = Recorder(
+        Path(settings.results) if settings.results else None,
+        {
+            "config": dict(context.run_config),
+            "seed": settings.seed,
+            "code": fingerprint(),
+            **environment(),
+        },
+    )
+    try:
+        _run(grid, settings, recorder)
+    except BaseException as error:
+        recorder.finish("failed", f"{type(error).__name__}: {error}")
+        raise
+    recorder.finish("completed")
+
+
+def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
+    # Python's generator too: Flower's sampling of nodes draws from it.
+    seed_everything(settings.seed, 0)
+    corpus = load_corpus(settings)
+    model = build_model(settings, corpus)
+    measure = _measurement(model, settings, corpus)
+    recorder.update(
+        model={"parameters": sum(p.numel() for p in model.parameters()), "classes": list(corpus.class_names)},
+        data={"train": len(corpus.train), "test": len(corpus.test)},
+    )
+
+    last_train_metrics = MetricRecord()
+
+    def train_metrics(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
+        nonlocal last_train_metrics
+        last_train_metrics = aggregate_metricrecords(replies, weighted_by)
+        if settings.evaluate_clients:
+            accuracies = [measure(_arrays(reply)).accuracy for reply in replies]
+            last_train_metrics["client-accuracies"] = accuracies
+        return last_train_metrics
+
+    strategy = build_strategy(settings, model, train_metrics)
+
+    def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        measured = measure(arrays)
+        entry: dict[str, Any] = {"round": server_round, "loss": measured.loss, "accuracy": measured.accuracy}
+        if server_round > 0:
+            entry["train"] = dict(last_train_metrics)
+            if isinstance(strategy, RotFedAvg) and strategy.reports:
+                entry["alignment"] = strategy.reports[-1].to_dict()
+        recorder.add_round(entry)
+        return MetricRecord({"loss": measured.loss, "accuracy": measured.accuracy})
+
+    result = strategy.start(
+        grid=OrderedGrid(grid),
+        initial_arrays=to_record(model.state_dict()),
+        num_rounds=settings.num_server_rounds,
+        train_config=ConfigRecord({FINGERPRINT_KEY: fingerprint()}),
+        evaluate_config=ConfigRecord({FINGERPRINT_KEY: fingerprint()}),
+        evaluate_fn=evaluate_round,
+    )
+    if settings.save_model:
+        model.load_state_dict(to_state_dict(result.arrays))
+        _save(model, settings)
+
+
+def build_strategy(settings: Settings, model: PreTrainedModel, train_metrics: TrainMetrics) -> Strategy:
+    """FedAvg, or RotFedAvg with the symmetry spec of `model`; SpecError when there is none that fits."""
+    fedavg: dict[str, Any] = {
+        "fraction_train": settings.fraction_train,
+        "fraction_evaluate": settings.fraction_evaluate,
+        "min_train_nodes": max(1, round(settings.fraction_train * settings.min_nodes)),
+        "min_evaluate_nodes": max(1, round(settings.fraction_evaluate * settings.min_nodes)),
+        "min_available_nodes": settings.min_nodes,
+        "train_metrics_aggr_fn": train_metrics,
+    }
+    if settings.strategy == "fedavg":
+        return FedAvg(**fedavg)
+    return RotFedAvg(
+        rotfed.load_spec(model),
+        anchor=settings.anchor,
+        groups=settings.groups,
+        layers=settings.layers,
+        proper=settings.proper,
+        strength=settings.strength,
+        **fedavg,
+    )
+
+
+def _measurement(model: PreTrainedModel, settings: Settings, corpus: Corpus) -> Callable[[ArrayRecord], Evaluation]:
+    """Parameters -> how well they do on the held-out split, using `model` as their body."""
+    encode = build_encoder(settings, corpus, model.config)
+    held_out = corpus.examples(corpus.test)
+    device = pick_device()
+
+    def measure(arrays: ArrayRecord) -> Evaluation:
+        # What a strategy sees of a reply may lack integer buffers, which no training changes.
+        model.load_state_dict({**model.state_dict(), **to_state_dict(arrays)})
+        return evaluate(model, encode, held_out, batch_size=EVALUATION_BATCH_SIZE, device=device)
+
+    return measure
+
+
+def _arrays(reply: RecordDict) -> ArrayRecord:
+    return next(iter(reply.array_records.values()))
+
+
+def _save(model: PreTrainedModel, settings: Settings) -> None:
+    model.save_pretrained(settings.save_model)
+    if settings.task == "text":
+        build_tokenizer(settings).save_pretrained(settings.save_model)

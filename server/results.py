@@ -1,0 +1,85 @@
+"""The results of a run as one JSON file that is valid at every moment."""
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rotfed
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, as far as they decide figures and speed."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "rotfed": rotfed.__version__,
+            **{package: version(package) for package in ("torch", "transformers", "flwr", "numpy")},
+        },
+        "hardware": {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        },
+    }
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` so that a reader finds the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+class Recorder:
+    """Collects a run's rounds and, with a path, rewrites the results file after each of them."""
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+        self._path = path
+        self._started = time.perf_counter()
+        self._content: dict[str, Any] = {
+            "status": "running",
+            "error": "",
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": 0.0,
+            **header,
+            "rounds": [],
+        }
+        self._write()
+
+    def add_round(self, entry: Mapping[str, Any]) -> None:
+        """Append one round: its number, loss, accuracy and whatever else was measured."""
+        self._content["rounds"].append({**entry, "seconds": self._seconds()})
+        self._write()
+
+    def update(self, **entries: Any) -> None:
+        """Set entries beside the rounds."""
+        self._content.update(entries)
+        self._write()
+
+    def finish(self, status: str, error: str = "") -> None:
+        """State how the run ended: "completed" or "failed"."""
+        self.update(status=status, error=error)
+
+    def _seconds(self) -> float:
+        return round(time.perf_counter() - self._started, 3)
+
+    def _write(self) -> None:
+        self._content["seconds"] = self._seconds()
+        if self._path is not None:
+            write_json(self._path, self._content)

@@ -1,0 +1,1 @@
+"""Simulations on Flower's real engine, and what shows their results."""

@@ -1,0 +1,414 @@
+"""The ServerApp and ClientApp: settings, data, and whole federations with real messages in one process."""
+
+import copy
+import gzip
+import json
+import struct
+import tomllib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+import client.app
+import server.app
+from client.data import load_corpus, partition_rows, read_idx_folder
+from client.fingerprint import CodeMismatchError, check_fingerprint, fingerprint
+from client.models import build_encoder, build_model
+from client.settings import ConfigError, parse_settings
+from client.training import evaluate, seed_everything, train
+from rotfed.flower import to_state_dict
+from server.grid import OrderedGrid, RoundFailedError, error_text
+
+PYPROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+DEFAULTS = PYPROJECT["tool"]["flwr"]["app"]["config"]
+CPU = torch.device("cpu")
+
+
+def settings_with(**changes):
+    return parse_settings({**DEFAULTS, **{key.replace("_", "-"): value for key, value in changes.items()}})
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Settings
+
+
+def test_the_defaults_are_valid():
+    settings = settings_with()
+    assert settings.groups is None and settings.layers is None
+    assert (settings.strategy, settings.model, settings.dataset) == ("rotfed", "vit-small", "digits")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("strategy", "fedsgd"),
+        ("anchor", "mean"),
+        ("num-server-rounds", 0),
+        ("num-server-rounds", 2.0),
+        ("min-nodes", True),
+        ("strength", 0.0),
+        ("strength", 1.5),
+        ("alpha", float("nan")),
+        ("learning-rate", float("inf")),
+        ("proper", 1),
+        ("layers", "3-1"),
+        ("layers", "first"),
+        ("dataset", " "),
+        ("results", "results.json"),
+        ("seed", -1),
+    ],
+)
+def test_a_bad_value_is_refused_by_key_and_value(key, value):
+    with pytest.raises(ConfigError) as caught:
+        parse_settings({**DEFAULTS, key: value})
+    assert key in str(caught.value) and repr(value) in str(caught.value)
+    assert "must be" in str(caught.value)
+
+
+def test_unknown_and_missing_keys_are_refused():
+    with pytest.raises(ConfigError, match="'num-rounds' is unknown"):
+        parse_settings({**DEFAULTS, "num-rounds": 3})
+    with pytest.raises(ConfigError, match="'alpha' is missing"):
+        parse_settings({key: value for key, value in DEFAULTS.items() if key != "alpha"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "text", "dataset": "somewhere"}, "does not fit task"),
+        ({"task": "text", "model": "bert-small"}, "holds images"),
+        ({"start": "different", "model": "/a/model"}, "is pretrained"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        settings_with(**changes)
+
+
+@pytest.mark.parametrize(("text", "layers"), [("", None), ("0, 2-4", (0, 2, 3, 4)), ("7", (7,))])
+def test_layers_are_read(text, layers):
+    assert settings_with(layers=text).layers == layers
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Data
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet"])
+def test_partitions_divide_the_training_rows_and_never_hold_a_test_row(partition):
+    settings = settings_with(partition=partition, alpha=0.3)
+    corpus = load_corpus(settings)
+    rows = np.concatenate([partition_rows(settings, 5, number) for number in range(5)])
+    assert sorted(rows) == sorted(corpus.train)
+    assert not set(rows) & set(corpus.test)
+    assert len(corpus.train) + len(corpus.test) == len(corpus.labels) == 1797
+
+
+def test_dirichlet_partitions_are_skewed_and_iid_ones_are_not():
+    def largest_share(partition):
+        settings = settings_with(partition=partition, alpha=0.1)
+        labels = load_corpus(settings).labels[partition_rows(settings, 4, 0)]
+        return np.bincount(labels, minlength=10).max() / len(labels)
+
+    assert largest_share("iid") < 0.2 < largest_share("dirichlet")
+
+
+def test_the_seed_decides_the_held_out_split():
+    one, same, other = (load_corpus(settings_with(seed=seed)).test.tolist() for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_too_many_clients_are_refused():
+    with pytest.raises(ConfigError, match="500 clients need at least 10 each"):
+        partition_rows(settings_with(), 500, 0)
+
+
+def test_idx_files_are_read(tmp_path):
+    def write(name, header, values):
+        content = struct.pack(f">{len(header)}i", *header) + bytes(values)
+        (tmp_path / f"{name}-ubyte.gz").write_bytes(gzip.compress(content))
+
+    write("train-images-idx3", (2051, 3, 2, 2), range(12))
+    write("train-labels-idx1", (2049, 3), [0, 1, 0])
+    write("t10k-images-idx3", (2051, 1, 2, 2), [9, 8, 7, 6])
+    write("t10k-labels-idx1", (2049, 1), [1])
+    corpus = read_idx_folder(tmp_path)
+    assert corpus.train.tolist() == [0, 1, 2] and corpus.test.tolist() == [3]
+    assert corpus.labels.tolist() == [0, 1, 0, 1] and corpus.image_shape == (1, 2)
+    assert corpus.read(np.array([3, 1])).tolist() == [[[[9, 8], [7, 6]]], [[[4, 5], [6, 7]]]]
+
+
+@pytest.fixture
+def text_folder(tmp_path):
+    """Two classes, told apart by their words; one file is latin-1."""
+    folder = tmp_path / "texts"
+    for name, words in (("animals", "the cat and the dog"), ("plants", "roses, oaks; mosses")):
+        (folder / name).mkdir(parents=True)
+        for number in range(30):
+            (folder / name / f"{number:02}.txt").write_text(f"{words} {number}")
+    (folder / "plants" / "00.txt").write_bytes("fougère".encode("latin-1"))
+    return folder
+
+
+def text_settings(folder, **changes):
+    changes = {"max_length": 24, **changes}
+    return settings_with(task="text", dataset=str(folder), model="bert-small", **changes)
+
+
+def test_a_text_folder_is_read(text_folder):
+    corpus = load_corpus(text_settings(text_folder))
+    assert corpus.class_names == ("animals", "plants") and corpus.image_shape is None
+    texts = corpus.read(np.arange(60))
+    assert texts[30] == "fougère"
+    assert all(("cat" in text) == (label == 0) for text, label in zip(texts, corpus.labels, strict=True))
+
+
+def test_a_text_folder_with_an_empty_class_is_refused(text_folder):
+    (text_folder / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no .txt file in 'empty'"):
+        load_corpus(text_settings(text_folder))
+
+
+@pytest.fixture
+def table_folder(tmp_path, monkeypatch):
+    """A folder that `datasets` opens by itself, as it would a hub name."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "table"
+    folder.mkdir()
+    rows = [f"text {number},other {number},{'up' if number % 2 else 'down'}" for number in range(50)]
+    (folder / "train.csv").write_text("\n".join(["first,second,label", *rows]))
+    return folder
+
+
+def test_ambiguous_columns_are_refused_and_named_columns_are_used(table_folder, monkeypatch):
+    # A text task would read the folder itself as classes of files, so name it as a hub data set is named.
+    monkeypatch.chdir(table_folder.parent)
+    settings = text_settings("x")
+    with pytest.raises(ConfigError, match="2 columns that could be the input; set run config input-column"):
+        client.data._hub(str(table_folder), settings)
+    corpus = client.data._hub(str(table_folder), replace(settings, input_column="second"))
+    assert corpus.class_names == ("down", "up")
+    assert corpus.read(np.array([0, 3])) == ["other 0", "other 3"]
+    assert corpus.labels[:4].tolist() == [0, 1, 0, 1]
+
+
+def test_an_unknown_data_set_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(ConfigError, match=r"dataset = .*nothing-here.* could not be loaded"):
+        load_corpus(settings_with(dataset=str(tmp_path / "nothing-here")))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Models and training
+
+
+def test_an_image_encoder_scales_resizes_and_repeats_channels():
+    settings = settings_with()
+    corpus = load_corpus(settings)
+    config = build_model(settings, corpus).config
+    white = torch.full((2, 1, 8, 8), 255, dtype=torch.uint8)
+    torch.testing.assert_close(build_encoder(settings, corpus, config)(white)["pixel_values"], torch.ones(2, 1, 8, 8))
+    config.image_size, config.num_channels = 12, 3
+    encoded = build_encoder(settings, corpus, config)(white)["pixel_values"]
+    torch.testing.assert_close(encoded, torch.ones(2, 3, 12, 12))
+
+
+def test_training_learns_and_repeats_to_the_bit():
+    settings = settings_with()
+    corpus = load_corpus(settings)
+    examples = corpus.examples(corpus.train[:200])
+
+    def trained():
+        seed_everything(3)
+        model = build_model(settings, corpus)
+        encode = build_encoder(settings, corpus, model.config)
+        train(
+            model,
+            encode,
+            examples,
+            epochs=15,
+            batch_size=16,
+            learning_rate=1e-3,
+            device=CPU,
+            generator=torch.Generator().manual_seed(3),
+        )
+        return model, evaluate(model, encode, examples, batch_size=64, device=CPU)
+
+    (one, measured), (two, _) = trained(), trained()
+    assert measured.accuracy > 0.6 and measured.examples == 200
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, two.state_dict()[name]), name
+
+
+def test_a_diverging_training_is_reported_rather_than_sent():
+    settings = settings_with()
+    corpus = load_corpus(settings)
+    model = build_model(settings, corpus)
+    with torch.no_grad():
+        model.classifier.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="lower learning-rate"):
+        train(
+            model,
+            build_encoder(settings, corpus, model.config),
+            corpus.examples(corpus.train[:16]),
+            epochs=1,
+            batch_size=16,
+            learning_rate=1e-3,
+            device=CPU,
+            generator=torch.Generator(),
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whole federations
+
+
+class LocalGrid(Grid):
+    """Answers messages by calling the ClientApp; node 100 + i holds partition i, and replies come backwards."""
+
+    def __init__(self, run_config, nodes):
+        self.run_config = run_config
+        self.contexts = {
+            100 + i: Context(0, 100 + i, {"partition-id": i, "num-partitions": nodes}, RecordDict(), run_config)
+            for i in range(nodes)
+        }
+
+    def set_run(self, run):
+        raise NotImplementedError
+
+    run = None
+
+    def create_message(self, content, message_type, dst_node_id, group_id, ttl=None):
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.contexts)
+
+    def push_messages(self, messages):
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids):
+        raise NotImplementedError
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return [self._answer(message) for message in messages][::-1]
+
+    def _answer(self, message):
+        message = copy.deepcopy(message)
+        message.metadata.__dict__["_message_id"] = str(uuid4())
+        try:
+            reply = client.app.app(message, self.contexts[message.metadata.dst_node_id])
+        except Exception as error:  # as the engine does
+            return Message(Error(2, f"Traceback ...\n{type(error).__name__}: {error}"), reply_to=message)
+        return copy.deepcopy(reply)
+
+
+def federate(path, nodes=2, **changes):
+    """Run the ServerApp over LocalGrid and return its results file."""
+    quick = {"num_server_rounds": 1, "local_epochs": 1, "min_nodes": nodes, "results": str(path)}
+    run_config = {**DEFAULTS, **{key.replace("_", "-"): value for key, value in {**quick, **changes}.items()}}
+    server.app.main(LocalGrid(run_config, nodes), Context(0, 1, {}, RecordDict(), run_config))
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "rotfed"])
+def test_a_federation_learns_digits_and_writes_its_results(tmp_path, strategy):
+    results = federate(
+        tmp_path / "results.json",
+        strategy=strategy,
+        num_server_rounds=2,
+        local_epochs=8,
+        batch_size=16,
+        fraction_evaluate=1.0,
+        evaluate_clients=True,
+    )
+    assert results["status"] == "completed" and results["config"]["strategy"] == strategy
+    before, first, second = results["rounds"]
+    assert [entry["round"] for entry in results["rounds"]] == [0, 1, 2]
+    assert before["accuracy"] < 0.3 < 0.6 < second["accuracy"]
+    assert len(first["train"]["client-accuracies"]) == 2
+    assert ("alignment" in first) == (strategy == "rotfed")
+
+
+def test_runs_repeat_to_the_bit(tmp_path):
+    def rounds(name):
+        results = federate(tmp_path / name, nodes=3, start="different", num_server_rounds=2)
+        return [(entry["loss"], entry["accuracy"]) for entry in results["rounds"]]
+
+    assert rounds("one.json") == rounds("two.json")
+
+
+def test_at_a_different_start_clients_ignore_the_first_model_only(monkeypatch):
+    """Without training, the reply is what the client started from."""
+    monkeypatch.setattr(client.app, "train_model", lambda *arguments, **keywords: 0.0)
+
+    def starts(server_round):
+        run_config = {**DEFAULTS, "start": "different"}
+        grid = LocalGrid(run_config, 2)
+        settings = parse_settings(run_config)
+        sent = build_model(settings, load_corpus(settings)).state_dict()
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord(sent),
+                "config": ConfigRecord({"server-round": server_round, client.fingerprint.KEY: fingerprint()}),
+            }
+        )
+        messages = [Message(content, dst_node_id=node, message_type="train") for node in grid.get_node_ids()]
+        replies = OrderedGrid(grid).send_and_receive(messages)
+        return sent, *(to_state_dict(reply.content["arrays"]) for reply in replies)
+
+    name = "classifier.weight"
+    sent, one, two = (params[name] for params in starts(1))
+    assert not torch.equal(sent, one) and not torch.equal(sent, two) and not torch.equal(one, two)
+    sent, one, two = (params[name] for params in starts(2))
+    assert torch.equal(sent, one) and torch.equal(sent, two)
+
+
+def test_a_text_federation_saves_a_model_that_the_next_one_starts_from(tmp_path, text_folder):
+    text = {"task": "text", "dataset": str(text_folder), "max_length": 24, "strategy": "rotfed"}
+    saved = tmp_path / "model"
+    first = federate(
+        tmp_path / "first.json", **text, model="bert-small", local_epochs=12, batch_size=8, save_model=str(saved)
+    )
+    assert first["rounds"][1]["accuracy"] > 0.8
+    second = federate(tmp_path / "second.json", **text, model=str(saved))
+    assert second["rounds"][0]["accuracy"] == first["rounds"][1]["accuracy"]
+    assert second["model"]["classes"] == ["animals", "plants"]
+
+
+def test_a_run_whose_clients_run_other_code_fails_with_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(server.app, "fingerprint", lambda: "0.0.9+000000000000")
+    with pytest.raises(RoundFailedError, match="expected rotfed 0.0.9"):
+        federate(tmp_path / "results.json")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["status"] == "failed" and "all 2 clients failed" in results["error"]
+
+
+def test_bad_settings_fail_before_a_message_is_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalGrid, "send_and_receive", lambda *arguments, **keywords: pytest.fail("sent"))
+    for changes, message in (
+        ({"model": "/nowhere/model"}, "could not be loaded"),
+        ({"groups": "nonsense"}, "nonsense"),
+        ({"layers": "40"}, "40"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            federate(tmp_path / "results.json", **changes)
+
+
+def test_the_fingerprint_is_checked():
+    check_fingerprint(fingerprint())
+    with pytest.raises(CodeMismatchError, match="expected rotfed None"):
+        check_fingerprint(None)
+
+
+def test_a_client_error_is_told_by_its_last_line():
+    assert error_text("<class 'X'>:<'\nTraceback\n  File\nConfigError: no such data'>") == ("ConfigError: no such data")
+    assert error_text("") == "nothing"
