@@ -245,10 +245,9 @@ class _Problem:
                 together = units.setdefault(index, ([], []))
                 together[0].append(source)
                 together[1].append(anchor)
-        for index, (sources, anchors) in units.items():
-            anchor_units = torch.cat(anchors, dim=-1)
+        for index, (mine, theirs) in units.items():
+            source_units, anchor_units = torch.cat(mine, dim=-1), torch.cat(theirs, dim=-1)
             radius = self.anchor.radius(group.name, index, anchor_units)
-            source_units = torch.cat(sources, dim=-1)
             order[index] = linear_assignment(source_units, anchor_units, radius, self.strength)
         return order.reshape(group.kind.element_shape(group.batch, group.size))
 

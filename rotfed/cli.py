@@ -49,8 +49,8 @@ def check(
             for dtype in (torch.float64, torch.float32)
         }
         resolution = resolution or spec.resolve(module.state_dict())
-    except RotfedError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"refused: {error}", markup=False)
+    except RotfedError as refusal:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"refused: {refusal}", markup=False)
         raise typer.Exit(1) from None
     _print_spec(console, spec, resolution, weights)
     for dtype, error in errors.items():

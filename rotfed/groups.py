@@ -87,6 +87,7 @@ class Orthogonal(Kind):
     ) -> Tensor:
         """Haar-distributed: QR of a Gaussian matrix with the signs of R's diagonal moved into Q (Mezzadri 2007)."""
         gaussian = torch.randn(*batch, n, n, generator=generator, dtype=torch.float64)
+        q: Tensor
         q, r = torch.linalg.qr(gaussian)
         q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
         if proper:

@@ -37,7 +37,8 @@ def orthogonal_procrustes(cross: Tensor, proper: bool = False, strength: float =
     u, _, vt = torch.linalg.svd(cross + pull_weight * identity)
     if proper:
         u = torch.cat([u[..., :-1], u[..., -1:] * torch.linalg.det(u @ vt).sign()[..., None, None]], dim=-1)
-    return u @ vt
+    rotation: Tensor = u @ vt
+    return rotation
 
 
 def identity_radius(anchor: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ class SymmetrySpec:
             return found[0]
         if not found:
             raise SpecError(
-                f"no parameter is named {' or '.join(probes)}, with or without a prefix, so {self.source} does not fit; "
+                f"no parameter is named {' or '.join(probes)}, with or without prefix, so {self.source} does not fit; "
                 f"found e.g. {', '.join(itertools.islice(params, 3)) or 'no parameter at all'}"
             )
         raise SpecError(

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from flwr.app import Error, Message
 from torch import Tensor
@@ -126,7 +125,7 @@ def match_params(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
         tensor = found[name]
         if tensor.shape != like.shape:
             raise RecordError(
-                f"{name}: expected shape {tuple(like.shape)} as sent out, found {tuple(tensor.shape)}; send it as it came"
+                f"{name}: expected shape {tuple(like.shape)} as sent out, found {tuple(tensor.shape)}; send it so"
             )
         if tensor.is_floating_point() != like.is_floating_point() or tensor.is_complex():
             raise RecordError(f"{name}: expected {like.dtype} as sent out, found {tensor.dtype}; send it as it came")
@@ -155,4 +154,4 @@ def with_params(entries: Sequence[Usable], models: Sequence[Mapping[str, Tensor]
 
 def record_key(reply: Message) -> str:
     """The key under which a reply carries its arrays."""
-    return cast(str, next(iter(reply.content.array_records)))
+    return next(iter(reply.content.array_records))

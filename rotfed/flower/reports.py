@@ -25,7 +25,7 @@ class RoundReport:
     seconds: float = 0.0
 
     def _mean(self, name: str) -> float:
-        return sum(getattr(client, name) for client in self.clients) / max(1, len(self.clients))
+        return float(sum(getattr(client, name) for client in self.clients)) / max(1, len(self.clients))
 
     @property
     def distance_before(self) -> float:
