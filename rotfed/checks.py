@@ -121,7 +121,8 @@ def relative_change(expected: Mapping[str, Tensor], found: Mapping[str, Tensor])
 def _outputs(model: nn.Module, params: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that a model computes: logits, hidden states, pooled outputs (not its cache, which may turn)."""
     with torch.no_grad():
-        output = torch.func.functional_call(model, dict(params), kwargs=dict(inputs))
+        # A state dict holds tied weights under each of their names, so nothing is left for torch to tie.
+        output = torch.func.functional_call(model, dict(params), kwargs=dict(inputs), tie_weights=False)
     return {name: value for name, value in output.items() if isinstance(value, Tensor) and value.is_floating_point()}
 
 

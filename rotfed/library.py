@@ -75,6 +75,13 @@ def _check_keys(where: str, table: Mapping[str, Any], allowed: set[str]) -> None
         raise SpecError(f"{where}: unknown key {unknown[0]!r}; expected some of {', '.join(sorted(allowed))}")
 
 
+def _axis_of(group: str, data: Mapping[str, Any]) -> str | None:
+    """The axis that a group acts on; None for one that scales everything alike, or for what is no group."""
+    if group not in data["groups"]:
+        return None
+    return data["groups"][group].get("axis", group if group in data["sizes"] else None)
+
+
 def _check_axes(where: str, axes: tuple[Axis, ...], table: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     groups, sizes = data["groups"], data["sizes"]
     for axis in axes:
@@ -86,6 +93,12 @@ def _check_axes(where: str, axes: tuple[Axis, ...], table: Mapping[str, Any], da
             for name, _ in atom.actions:
                 if name not in groups:
                     raise SpecError(f"{where}: {name!r} after '*' or '/' is not in [groups]")
+            on_axis = [name for name in (atom.name, *(g for g, _ in atom.actions)) if _axis_of(name, data)]
+            if len(on_axis) > 1:
+                raise SpecError(
+                    f"{where}: {' and '.join(on_axis)} act on the same axis and do not commute, which rotfed cannot "
+                    "compose; keep one of them"
+                )
     for part in parts(axes):
         names = [atom.name for segment in part for atom in segment]
         for group in sorted(acting_groups(part, groups)):
@@ -193,7 +206,7 @@ def bind_spec(data: Mapping[str, Any], family: str, model_type: str, config: Map
     for group, table in data["groups"].items():
         per = tuple(table.get("per", []))
         batch = tuple(layers if index == "layer" else sizes[index] for index in per)
-        axis = table.get("axis", group if group in sizes else None)
+        axis = _axis_of(group, data)
         groups[group] = Group(group, table["kind"], axis, per, batch, 1 if axis is None else sizes[axis])
     entries = []
     for param, value in data["params"].items():

@@ -145,10 +145,11 @@ d_model = "5"
 heads = "2"
 head_dim = "3"
 d_ff = "4"
+d_unit = "6"
 [groups]
 qk = { kind = "orthogonal", axis = "head_dim", per = ["layer", "heads"] }
 qk_scale = { kind = "scale", per = ["layer", "heads"] }
-unit = { kind = "scale", axis = "d_ff", per = ["layer"] }
+unit = { kind = "scale", axis = "d_unit", per = ["layer"] }
 shared = { kind = "orthogonal", axis = "d_model" }
 ff = { kind = "permutation", axis = "d_ff", per = ["layer"] }
 [params]
@@ -156,8 +157,8 @@ ff = { kind = "permutation", axis = "d_ff", per = ["layer"] }
 "h.{layer}.q" = "(heads qk*qk_scale) d_model*shared"
 "h.{layer}.k" = "(heads qk/qk_scale) d_model*shared"
 "h.{layer}.q_bias" = "(heads qk*qk_scale)"
-"h.{layer}.up" = "ff*unit _"
-"h.{layer}.down" = "_ ff/unit"
+"h.{layer}.up" = "ff unit"
+"h.{layer}.down" = "d_unit/unit ff"
 "h.{layer}.fused" = "2 [heads qk | 3]"
 """
 

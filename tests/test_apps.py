@@ -15,6 +15,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
 
 import client.app
 import server.app
@@ -172,7 +173,7 @@ def test_a_text_folder_is_read(text_folder):
 
 def test_a_text_folder_with_an_empty_class_is_refused(text_folder):
     (text_folder / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no .txt file in 'empty'"):
+    with pytest.raises(ConfigError, match=r"no \.txt file in 'empty'"):
         load_corpus(text_settings(text_folder))
 
 
@@ -184,8 +185,12 @@ def table_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "table"
     folder.mkdir()
-    rows = [f"text {number},other {number},{'up' if number % 2 else 'down'}" for number in range(50)]
-    (folder / "train.csv").write_text("\n".join(["first,second,label", *rows]))
+    table = {
+        "first": [f"text {number}" for number in range(50)],
+        "second": [f"other {number}" for number in range(50)],
+        "label": ["up" if number % 2 else "down" for number in range(50)],
+    }
+    datasets.Dataset.from_dict(table).to_parquet(folder / "train.parquet")
     return folder
 
 
@@ -311,6 +316,14 @@ class LocalGrid(Grid):
         return copy.deepcopy(reply)
 
 
+@pytest.fixture(autouse=True)
+def _identity(monkeypatch):
+    """Flower's runtime tells a process whose messages it makes; the in-process server is node 1 of run 0."""
+    monkeypatch.setattr(TaskIdentity, "_run_id", 0)
+    monkeypatch.setattr(TaskIdentity, "_node_id", 1)
+    monkeypatch.setattr(TaskIdentity, "_task_id", 0)
+
+
 def federate(path, nodes=2, **changes):
     """Run the ServerApp over LocalGrid and return its results file."""
     quick = {"num_server_rounds": 1, "local_epochs": 1, "min_nodes": nodes, "results": str(path)}
@@ -325,7 +338,7 @@ def test_a_federation_learns_digits_and_writes_its_results(tmp_path, strategy):
         tmp_path / "results.json",
         strategy=strategy,
         num_server_rounds=2,
-        local_epochs=8,
+        local_epochs=5,
         batch_size=16,
         fraction_evaluate=1.0,
         evaluate_clients=True,
@@ -333,7 +346,7 @@ def test_a_federation_learns_digits_and_writes_its_results(tmp_path, strategy):
     assert results["status"] == "completed" and results["config"]["strategy"] == strategy
     before, first, second = results["rounds"]
     assert [entry["round"] for entry in results["rounds"]] == [0, 1, 2]
-    assert before["accuracy"] < 0.3 < 0.6 < second["accuracy"]
+    assert before["accuracy"] < 0.3 < 0.5 < second["accuracy"]
     assert len(first["train"]["client-accuracies"]) == 2
     assert ("alignment" in first) == (strategy == "rotfed")
 
@@ -363,6 +376,8 @@ def test_at_a_different_start_clients_ignore_the_first_model_only(monkeypatch):
         )
         messages = [Message(content, dst_node_id=node, message_type="train") for node in grid.get_node_ids()]
         replies = OrderedGrid(grid).send_and_receive(messages)
+        # The grid inside returns them backwards.
+        assert [reply.content[client.app.IDENTITY]["partition-id"] for reply in replies] == [0, 1]
         return sent, *(to_state_dict(reply.content["arrays"]) for reply in replies)
 
     name = "classifier.weight"
@@ -386,7 +401,7 @@ def test_a_text_federation_saves_a_model_that_the_next_one_starts_from(tmp_path,
 
 def test_a_run_whose_clients_run_other_code_fails_with_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(server.app, "fingerprint", lambda: "0.0.9+000000000000")
-    with pytest.raises(RoundFailedError, match="expected rotfed 0.0.9"):
+    with pytest.raises(RoundFailedError, match=r"expected rotfed 0\.0\.9"):
         federate(tmp_path / "results.json")
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["status"] == "failed" and "all 2 clients failed" in results["error"]
