@@ -123,7 +123,6 @@ def _built_in(settings: Settings, corpus: Corpus) -> PreTrainedModel:
 
 def _labels(corpus: Corpus) -> dict[str, Any]:
     return {
-        "num_labels": len(corpus.class_names),
         "id2label": dict(enumerate(corpus.class_names)),
         "label2id": {name: index for index, name in enumerate(corpus.class_names)},
     }
@@ -173,9 +172,10 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _unloadable(settings: Settings, error: Exception) -> ConfigError:
-    where = "folder" if Path(settings.model).is_dir() else "name"
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    if settings.model.startswith(("/", ".")) and not Path(settings.model).is_dir():
+        reason = "no such folder"
     return ConfigError(
-        f"run config model = {settings.model!r} could not be loaded ({reason}); the {where} must be that of "
-        f"a transformers model for {settings.task} classification, or {BUILT_IN_MODELS[settings.task]!r}"
+        f"run config model = {settings.model!r} could not be loaded ({reason}); it must be the folder or hub id of a "
+        f"transformers model for {settings.task} classification, or {BUILT_IN_MODELS[settings.task]!r}"
     )

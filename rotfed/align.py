@@ -43,10 +43,10 @@ class Anchor(Mapping[str, Tensor]):
     """Parameters to align to, with what many alignments to them share: float64 blocks and certificate radii."""
 
     def __init__(self, params: Params, spec: SymmetrySpec) -> None:
-        check_finite(params, "anchor")
         self.params = params
         self.spec = spec
         self.resolution: Resolution = spec.resolve(params)
+        check_finite(params, "anchor")
         self._radii: dict[tuple[str, int], Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -105,9 +105,9 @@ def align(
     check_options(strength, max_sweeps)
     if not (isinstance(anchor, Anchor) and anchor.spec == spec):
         anchor = Anchor(anchor, spec)
-    check_finite(source, "source")
     chosen = spec.select_groups(groups)
-    problem = _Problem(source, anchor, spec, spec.select_layers(layers), proper, strength)
+    problem = _Problem(source, spec.resolve(source), anchor, spec, spec.select_layers(layers), proper, strength)
+    check_finite(source, "source")
     components = spec.components(chosen)
     solved = {component: problem.solve(component, max_sweeps) for component in components}
 
@@ -137,7 +137,11 @@ def check_options(strength: float, max_sweeps: int = 1) -> None:
 def check_finite(params: Params, role: str) -> None:
     """Raise AlignmentError that names the first parameter with a value that is not finite."""
     for name, tensor in params.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if not tensor.is_floating_point():
+            continue
+        # torch has no isfinite for the float8 types.
+        wide = tensor.float() if tensor.element_size() < 2 else tensor
+        if not bool(wide.isfinite().all()):
             raise AlignmentError(
                 f"{name}: expected finite values in the {role}, found NaN or infinity; leave this model out"
             )
@@ -171,15 +175,12 @@ class _Problem:
     """A source and an anchor, block by block."""
 
     source: Params
+    resolution: Resolution
     anchor: Anchor
     spec: SymmetrySpec
     layers: tuple[int, ...]
     proper: bool
     strength: float
-
-    @cached_property
-    def resolution(self) -> Resolution:
-        return self.spec.resolve(self.source)
 
     @cached_property
     def device(self) -> torch.device:
@@ -210,7 +211,7 @@ class _Problem:
                 pairs = list(_pairs(name, others, blocks))
                 elements[name] = self._solve_group(self.spec.groups[name], pairs)
             distance2 = sum(float((act(s, block, elements) - a).square().sum()) for block, s, a in blocks)
-            if previous - distance2 <= _SETTLED * previous:
+            if distance2 >= previous * (1 - _SETTLED):
                 break
             previous = distance2
         return elements

@@ -79,7 +79,8 @@ def _axis_of(group: str, data: Mapping[str, Any]) -> str | None:
     """The axis that a group acts on; None for one that scales everything alike, or for what is no group."""
     if group not in data["groups"]:
         return None
-    return data["groups"][group].get("axis", group if group in data["sizes"] else None)
+    axis: str | None = data["groups"][group].get("axis", group if group in data["sizes"] else None)
+    return axis
 
 
 def _check_axes(where: str, axes: tuple[Axis, ...], table: Mapping[str, Any], data: Mapping[str, Any]) -> None:

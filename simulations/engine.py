@@ -238,7 +238,7 @@ class Engine:
             shutil.rmtree(self.home, ignore_errors=True)
 
     def _stop_processes(self) -> None:
-        """End the SuperLink and whatever carries our FLWR_HOME in its environment (Ray's daemons detach)."""
+        """End the SuperLink and whatever it started; some of Ray's processes outlive their parents."""
         if self._superlink is not None:
             self._superlink.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -248,7 +248,7 @@ class Engine:
             self._superlink.wait()
             self._superlink = None
         deadline = time.monotonic() + _STOP_TIMEOUT
-        while (left := processes_with(f"FLWR_HOME={self.home / 'flwr'}")) and time.monotonic() < deadline:
+        while (left := engine_processes(self.home)) and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -297,13 +297,20 @@ def _free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def processes_with(variable: str) -> list[int]:
-    """Ids of this user's processes whose environment holds `variable`; none where there is no /proc."""
+def engine_processes(home: Path) -> list[int]:
+    """Ids of the processes that belong to the engine with this home; none where there is no /proc.
+
+    They inherit its FLWR_HOME and its working directory. Either can be lost (Ray's agents write their titles over
+    their environment, its workers may change folder), so that one of the two has to do.
+    """
+    variable = f"FLWR_HOME={home / 'flwr'}".encode()
+    neutral = str(home / "neutral")
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         # Processes end while we look, and other users' are not ours to read.
         with contextlib.suppress(OSError):
-            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            if variable in environment or os.readlink(folder / "cwd") == neutral:
                 found.append(int(folder.name))
     return found
 

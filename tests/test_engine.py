@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from simulations.engine import Engine, processes_with
+from simulations.engine import Engine, engine_processes
 
 
 @pytest.mark.engine
@@ -28,7 +28,7 @@ def test_runs_end_with_their_true_status_and_leave_nothing_behind(tmp_path):
         bad = engine.submit({**config, "results": "", "strategy": "fedsgd"}, nodes=2)
         completed, failed = engine.wait([good, bad], timeout=200)
         log = engine.log(bad)
-        assert processes_with(f"FLWR_HOME={home / 'flwr'}")
+        assert engine_processes(home)
 
     assert completed.status == "finished:completed"
     results = json.loads(results_file.read_text())
@@ -37,5 +37,19 @@ def test_runs_end_with_their_true_status_and_leave_nothing_behind(tmp_path):
     # `flwr run --stream` exits 0 for this one too.
     assert failed.status == "finished:failed"
     assert "run config strategy = 'fedsgd' cannot be used; it must be one of 'rotfed', 'fedavg'" in log
-    assert not processes_with(f"FLWR_HOME={home / 'flwr'}")
+    assert not engine_processes(home)
+    assert not home.exists()
+
+
+@pytest.mark.engine
+def test_leaving_the_block_in_the_middle_of_a_run_leaves_nothing_behind():
+    def ray_works():
+        return any((home / "ray").rglob("raylet.out")) and len(engine_processes(home)) > 6
+
+    with pytest.raises(KeyboardInterrupt), Engine() as engine:
+        home = engine.home
+        run_id = engine.submit({"min-nodes": 2, "local-epochs": 1000}, nodes=2)
+        engine.follow(run_id, ray_works, timeout=200)
+        raise KeyboardInterrupt
+    assert not engine_processes(home)
     assert not home.exists()

@@ -1,0 +1,208 @@
+"""Specs: axis strings, spec files, binding to configurations, and what a bound spec refuses."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import rotfed
+from rotfed.axes import Atom, parse_axes
+from rotfed.library import parse_spec_file, spec_files
+from tests.models import _SMALL, ARCHITECTURES, backbone, renamed, small_params, small_spec
+
+Params = dict[str, Tensor]
+
+
+def test_axis_strings_parse() -> None:
+    assert parse_axes("(heads qk*s/t) _") == (
+        ((Atom("heads"), Atom("qk", (("s", False), ("t", True)))),),
+        ((Atom("_"),),),
+    )
+    assert parse_axes("[heads qk | vo]") == (((Atom("heads"), Atom("qk")), (Atom("vo"),)),)
+    assert parse_axes("") == ()
+
+
+@pytest.mark.parametrize("text", ["(a b", "a)", "[a | ]", "a*", "*a", "a b|c", "()", "a-b", "[a", "(a (b))"])
+def test_malformed_axis_strings_are_refused(text: str) -> None:
+    with pytest.raises(rotfed.SpecError, match="axis string"):
+        parse_axes(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ('layers = "2"', "", "expected the keys layers"),
+        ('layers = "2"', 'layers = "2"\nlayer = "2"', "unknown key 'layer'"),
+        ('kind = "permutation"', 'kind = "shuffle"', "expected one of orthogonal, permutation, scale"),
+        ('"embed" = "_ shared"', '"embed" = "_ sharde"', "'sharde' is neither in"),
+        ('"embed" = "_ shared"', '"embed" = "_ shared*gone"', "'gone' after"),
+        ('"embed" = "_ shared"', '"embed" = "_ (_ shared)"', "whole axis"),
+        ('"embed" = "_ shared"', '"embed" = { axes = "_ shared", optional = true }', "cannot be optional"),
+        ('"embed" = "_ shared"', '"embed" = "ff _"', "differs by layer"),
+        ('"h.{layer}.up" = "ff unit"', '"h.{layer}.up" = "qk unit"', "differs by heads"),
+        ('"h.{layer}.up" = "ff unit"', '"h.{layer}.up" = "ff*unit _"', "do not commute"),
+        ("[sizes]", "[sizes", "expected TOML"),
+    ],
+)
+def test_faults_in_a_spec_file_are_named(old: str, new: str, error: str) -> None:
+    assert old in _SMALL
+    with pytest.raises(rotfed.SpecError, match=error):
+        parse_spec_file(_SMALL.replace(old, new), "small.toml")
+
+
+def test_all_shipped_specs_parse_and_state_their_types() -> None:
+    assert set(rotfed.supported_model_types()) == {
+        "vit", "bert", "roberta", "electra", "distilbert", "deberta-v2", "gpt2",
+    }  # fmt: skip
+    assert set(rotfed.supported_model_types().values()) == set(spec_files())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda name: f"vit.{name}",
+        lambda name: f"module.vit.{name}",
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"my_backbone.{name}",
+        lambda name: f"base_model.model.vit.{name}",
+    ],
+)
+def test_any_prefix_is_found_and_what_is_outside_is_left_alone(wrap: Callable[[str], str]) -> None:
+    spec, theta = backbone("vit")
+    params = {**renamed(theta, wrap), "classifier.weight": torch.ones(2)}
+    resolution = spec.resolve(params)
+    assert resolution.prefix == wrap("")
+    assert resolution.left_alone == ("classifier.weight",)
+    moved = rotfed.random_transform(spec, torch.Generator().manual_seed(0)).apply(params)
+    assert moved["classifier.weight"] is params["classifier.weight"]
+    torch.testing.assert_close(rotfed.align(moved, theta, spec).params[wrap("layernorm.bias")], theta["layernorm.bias"])
+
+
+QUERY = "layers.0.attention.q_proj.weight"
+SPOILS: dict[str, tuple[Callable[[Params], Params], str]] = {
+    "missing": (
+        lambda p: {n: t for n, t in p.items() if n != QUERY.replace("0", "1")},
+        "layers.1.*expected by specs/vit",
+    ),
+    "unknown": (
+        lambda p: {**p, "layers.0.attention.q_norm.weight": torch.ones(4)},
+        "q_norm.weight: no entry in specs/vit",
+    ),
+    "adapter": (
+        lambda p: {**p, "layers.0.attention.q_proj.lora_A.default.weight": torch.ones(2, 12)},
+        "lora_A.*no entry",
+    ),
+    "shape": (lambda p: {**p, QUERY: torch.ones(12, 13)}, r"expected shape \(12, 12\).*found \(12, 13\)"),
+    "dimensions": (lambda p: {**p, QUERY: torch.ones(144)}, r"found \(144,\)"),
+    "quantised": (lambda p: {**p, QUERY: torch.ones(12, 12, dtype=torch.int8)}, "found torch.int8.*dequantise"),
+    "float8": (lambda p: {**p, QUERY: torch.ones(12, 12).to(torch.float8_e4m3fn)}, "float8.*dequantise"),
+    "two backbones": (lambda p: {**p, **renamed(p, lambda n: f"b.{n}")}, "more than one place"),
+    "nothing": (lambda p: {}, "no parameter at all"),
+    "stranger": (lambda p: {"weight": torch.ones(1)}, "does not fit"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_parameters_that_the_spec_does_not_cover_are_refused_by_name(name: str) -> None:
+    spec, theta = backbone("vit")
+    spoil, error = SPOILS[name]
+    with pytest.raises(rotfed.SpecError, match=error):
+        spec.resolve(spoil(theta))
+    with pytest.raises(rotfed.SpecError, match=error):
+        rotfed.align(spoil(theta), theta, spec)
+
+
+def test_groups_and_layers_are_checked() -> None:
+    spec, theta = backbone("vit")
+    for options, error in [
+        ({"groups": ["qk", "kq"]}, "kq not in specs/vit.toml"),
+        ({"groups": "qk"}, "expected a list"),
+        ({"layers": [0, 2]}, "expected numbers from 0 to 1"),
+        ({"layers": 1}, "write"),
+    ]:
+        with pytest.raises(rotfed.SpecError, match=error):
+            rotfed.align(theta, theta, spec, **options)
+
+
+def test_coupled_groups_form_one_component() -> None:
+    assert small_spec().components(["qk", "qk_scale", "unit", "ff"]) == [("qk", "qk_scale"), ("unit", "ff")]
+    assert backbone("gpt2")[0].components(["qk", "d_ff", "vo"]) == [("qk",), ("vo",), ("d_ff",)]
+
+
+def test_transforms_of_the_small_spec_compose_and_invert() -> None:
+    generator = torch.Generator().manual_seed(5)
+    spec, params = small_spec(), small_params(generator)
+    before = copy.deepcopy(params)
+    one, two = (rotfed.random_transform(spec, generator) for _ in range(2))
+    for found, expected in [
+        (one.compose(two).apply(params), one.apply(two.apply(params))),
+        (one.inverse().apply(one.apply(params)), params),
+        (params, before),
+    ]:
+        for name in params:
+            torch.testing.assert_close(found[name], expected[name])
+    with pytest.raises(rotfed.TransformError, match="different specs"):
+        one.compose(rotfed.random_transform(backbone("vit")[0]))
+
+
+def test_load_spec_takes_what_users_have(tmp_path: Path) -> None:
+    model = ARCHITECTURES["vit"].model()
+    expected = rotfed.load_spec(model)
+    model.save_pretrained(tmp_path)
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    sources: list[Any] = [model.config, model.config.to_dict(), Wrapper(model), tmp_path, str(tmp_path)]
+    for source in [*sources, tmp_path / "config.json"]:
+        assert rotfed.load_spec(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"model_type": "llama"}, "llama: no spec for this model_type; rotfed knows bert"),
+        ({"hidden_size": 4}, "expected the key 'model_type'"),
+        ({"model_type": "bert", "position_embedding_type": "relative_key"}, "must be 'absolute'"),
+        ({"model_type": "bert", "is_decoder": True, "add_cross_attention": True}, "add_cross_attention is set"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention is set"),
+    ],
+)
+def test_configurations_without_the_symmetry_are_refused(values: dict[str, Any], error: str, tmp_path: Path) -> None:
+    with pytest.raises(rotfed.SpecError, match=error):
+        rotfed.load_spec(values)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(rotfed.SpecError, match=error):
+        rotfed.load_spec(tmp_path)
+
+
+def test_bad_sources_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(rotfed.SpecError, match="found nothing there"):
+        rotfed.load_spec(tmp_path / "gone")
+    with pytest.raises(rotfed.SpecError, match=r"no config\.json"):
+        rotfed.load_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(rotfed.SpecError, match="expected a transformers configuration"):
+        rotfed.load_spec(tmp_path)
+    with pytest.raises(rotfed.SpecError, match="without a 'config'"):
+        rotfed.load_spec(nn.Linear(2, 2))
+    with pytest.raises(rotfed.SpecError, match="found int"):
+        rotfed.load_spec(3)
+
+
+def test_a_wrong_spec_is_caught_with_its_parameter() -> None:
+    model = ARCHITECTURES["gpt2"].model(transformers.AutoModelForCausalLM)
+    data = copy.deepcopy(spec_files()["gpt2"])
+    # Reading Conv1D as a linear layer swaps its axes.
+    data["params"]["h.{layer}.attn.c_proj.weight"] = "d_model (heads vo/vo_scale)"
+    spec = rotfed.library.bind_spec(data, "gpt2", "gpt2", model.config.to_dict())
+    with pytest.raises(rotfed.FunctionChangedError, match=r"transformer\.h\.\d.* of vo changed the outputs"):
+        rotfed.check_spec(spec, model)
