@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -35,14 +34,13 @@ def environment() -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` so that a reader finds the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    # Not a tempfile, whose mode would keep the results from everybody but their owner.
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
