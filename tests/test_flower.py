@@ -224,6 +224,18 @@ def test_errors_and_silence_are_laid_to_the_true_node() -> None:
     assert metrics is not None and metrics["rotfed-refused"] == 2.0
 
 
+def test_a_bad_reply_of_nobody_that_was_asked_reaches_no_one() -> None:
+    strategy = RotFedAvg(SPEC)
+    grid = InProcessGrid(TURNED, 4)
+    sent = list(strategy.configure_train(1, to_record(THETA), ConfigRecord(), grid))
+    replies = list(grid.send_and_receive(sent))
+    stranger = Message(RecordDict(), dst_node_id=999, message_type="train")
+    replies.append(reply_to(stranger, spoiled(**{BIAS: THETA[BIAS] * torch.nan})))
+    arrays, _ = strategy.aggregate_train(1, replies)
+    assert list(strategy.reports[0].refused) == [999]
+    assert arrays is not None and relative_distance(to_state_dict(arrays), THETA) < 1e-5
+
+
 def test_an_exception_in_the_client_is_an_error_of_that_node() -> None:
     def answer(message: Message, partition: int) -> Message:
         if partition == 1:

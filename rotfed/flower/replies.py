@@ -59,8 +59,11 @@ def sort_replies(
 
     def refuse(node_id: int, reason: str, reply: Message, code: int = REFUSED) -> None:
         refused[node_id] = reason
-        instruction = by_node.get(node_id)
-        failed.append(reply if instruction is None else Message(Error(code, reason), reply_to=instruction))
+        if (instruction := by_node.get(node_id)) is not None:
+            failed.append(Message(Error(code, reason), reply_to=instruction))
+        elif reply.has_error():
+            # Nobody that was asked: an error still counts as a failure, a model of unknown origin as nothing.
+            failed.append(reply)
 
     for reply in replies:
         instruction = by_id.get(reply.metadata.reply_to_message_id)
