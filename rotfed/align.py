@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -90,7 +91,8 @@ def align(
     spec
         The bound spec of both.
     groups, layers
-        The groups (names in the spec) and layers (numbers) to use, all by default.
+        The groups (names in the spec) and layers (numbers) to use, all by default. A group that all layers share
+        is used only where all layers are.
     proper
         Rotations only, SO(n), instead of rotations and reflections, O(n).
     strength
@@ -105,8 +107,10 @@ def align(
     check_options(strength, max_sweeps)
     if not (isinstance(anchor, Anchor) and anchor.spec == spec):
         anchor = Anchor(anchor, spec)
-    chosen = spec.select_groups(groups)
-    problem = _Problem(source, spec.resolve(source), anchor, spec, spec.select_layers(layers), proper, strength)
+    numbers = spec.select_layers(layers)
+    whole = len(numbers) == spec.num_layers
+    chosen = tuple(name for name in spec.select_groups(groups) if whole or spec.groups[name].layered)
+    problem = _Problem(source, spec.resolve(source), anchor, spec, numbers, proper, strength)
     check_finite(source, "source")
     components = spec.components(chosen)
     solved = {component: problem.solve(component, max_sweeps) for component in components}
@@ -137,6 +141,8 @@ def check_options(strength: float, max_sweeps: int = 1) -> None:
 def check_finite(params: Params, role: str) -> None:
     """Raise AlignmentError that names the first parameter with a value that is not finite."""
     for name, tensor in params.items():
+        if tensor.is_meta:
+            raise AlignmentError(f"{name}: expected values in the {role}, found a meta tensor; load the model first")
         if not tensor.is_floating_point():
             continue
         # torch has no isfinite for the float8 types.
@@ -164,7 +170,7 @@ def _identity_share(transform: Transform, groups: Iterable[str]) -> float:
 class _Pair:
     """One parameter's part in a group's problem: source and anchor unfolded to `(*batch, n, m)`."""
 
-    layer: int | slice
+    layer: int | EllipsisType
     source: Tensor
     anchor: Tensor
     dual: bool
@@ -204,17 +210,20 @@ class _Problem:
         """The elements of coupled groups that bring the source nearest, by exact steps in one group after another."""
         elements = {name: self.identity(name) for name in component}
         blocks = [(block, to_work(block.read(self.source)), anchor) for block, anchor in self._touched(component)]
-        previous = math.inf
+        best, previous = dict(elements), math.inf
         for _ in range(max_sweeps if len(component) > 1 else 1):
             for name in component:
                 others = {other: elements[other] for other in component if other != name}
                 pairs = list(_pairs(name, others, blocks))
                 elements[name] = self._solve_group(self.spec.groups[name], pairs)
             distance2 = sum(float((act(s, block, elements) - a).square().sum()) for block, s, a in blocks)
+            # With a pull to the identity a sweep may also lose: the pull is to the identity, not to the last sweep.
+            if distance2 < previous:
+                best = dict(elements)
             if distance2 >= previous * (1 - _SETTLED):
                 break
             previous = distance2
-        return elements
+        return best
 
     def _solve_group(self, group: Group, pairs: list[_Pair]) -> Tensor:
         """The optimal element at every index of one group; the identity where nothing acts or nothing is gained."""
@@ -258,9 +267,7 @@ class _Problem:
         for pair in pairs:
             norm2[int(pair.dual)][pair.layer] += pair.source.square().sum(-1)
             inner[int(pair.dual)][pair.layer] += (pair.source * pair.anchor).sum(-1)
-        best = optimal_scale(norm2[0], inner[0], norm2[1], inner[1], self.strength)
-        if self.proper:
-            best = torch.where(best > 0, best, ones)
+        best = optimal_scale(norm2[0], inner[0], norm2[1], inner[1], self.strength, self.proper)
         return torch.where((best - 1).abs() > _NOISE, best, ones)
 
     def distance2(self, params: Params, component: tuple[str, ...]) -> float:
@@ -300,7 +307,7 @@ def _pairs(name: str, others: Mapping[str, Tensor], blocks: Iterable[tuple[Block
     for block, source, anchor in blocks:
         for action in block.actions:
             if action.group.name == name:
-                layer = block.layer if action.group.layered and block.layer is not None else slice(None)
+                layer = block.layer if action.group.layered and block.layer is not None else ...
                 moved = act(source, block, others)
                 yield _Pair(layer, action.unfold(moved), action.unfold(anchor), action.dual)
 

@@ -93,24 +93,29 @@ def _align_to_consensus(
     """Align every model to the mean, renew the mean, until the spread settles to a relative `tolerance`."""
     # Descent from the plain mean finds what is near; models in frames of their own have a mean that tells nothing,
     # and start from the medoid's frame. The spread of the two starts decides.
-    at_medoid = [alignment.params for alignment in _align_to_medoid(models, spec, shares, options)]
-    members: Sequence[Params] = min((models, at_medoid), key=lambda start: _spread(start, shares))
-    spread = _spread(members, shares)
-    aligned: list[Alignment] = []
+    best = _align_to_medoid(models, spec, shares, options)
+    at_medoid = [alignment.params for alignment in best]
+    lowest = _spread(at_medoid, shares)
+    plain = _spread(models, shares)
+    members: Sequence[Params] = models if plain <= lowest else at_medoid
+    spread = min(plain, lowest)
     for _ in range(max_renewals):
         mean = Anchor(weighted_mean(members, shares), spec)
         aligned = [align(model, mean, spec, **options) for model in models]
         members = [alignment.params for alignment in aligned]
         previous, spread = spread, _spread(members, shares)
+        # With a pull to the identity a renewal may also lose what the one before it had gained.
+        if spread < lowest:
+            best, lowest = aligned, spread
         if previous - spread <= tolerance * previous:
-            return aligned
+            return best
     warnings.warn(
         f"consensus: the spread still fell by {1 - spread / previous:.1%} in the last of {max_renewals} renewals; the "
         "models are aligned, but not as near to each other as they could be",
         ConvergenceWarning,
         stacklevel=3,
     )
-    return aligned
+    return best
 
 
 def _follow(models: Sequence[Params], aligned: Iterable[Alignment], transform: Transform) -> list[Alignment]:

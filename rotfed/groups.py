@@ -98,7 +98,9 @@ class Orthogonal(Kind):
         return element.mT.contiguous()
 
     def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
-        return later @ earlier
+        # A product is as accurate as its less accurate factor, which the type must tell `validate`.
+        coarser = min(later.dtype, earlier.dtype, key=lambda dtype: dtype.itemsize)
+        return (later.double() @ earlier.double()).to(coarser)
 
     def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
         # The inverse transpose of an orthogonal matrix is the matrix itself.

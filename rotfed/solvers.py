@@ -87,9 +87,14 @@ def linear_assignment(source: Tensor, anchor: Tensor, radius: Tensor | None = No
 
 
 def optimal_scale(
-    direct_norm2: Tensor, direct_inner: Tensor, dual_norm2: Tensor, dual_inner: Tensor, strength: float = 1.0
+    direct_norm2: Tensor,
+    direct_inner: Tensor,
+    dual_norm2: Tensor,
+    dual_inner: Tensor,
+    strength: float = 1.0,
+    proper: bool = False,
 ) -> Tensor:
-    """Solve min_c ||c S - A||^2 + ||T / c - B||^2 over the non-zero reals c.
+    """Solve min_c ||c S - A||^2 + ||T / c - B||^2 over the non-zero reals c, the positive ones where `proper`.
 
     Parameters, all of one shape `(...)`: `direct_norm2 = ||S||^2`, `direct_inner = <A, S>`, `dual_norm2 = ||T||^2`,
     `dual_inner = <B, T>`. Returns c of the same shape, float64.
@@ -125,6 +130,7 @@ def optimal_scale(
         & (candidate.abs() > 1e-3)
         & (candidate.abs() < 1e3)
         & solvable[..., None]
+        & ((candidate > 0) | (not proper))
     )
     candidate = torch.where(usable, candidate, 1.0)
     candidate = torch.cat([torch.ones_like(candidate[..., :1]), candidate], dim=-1)
