@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flwr.app import Error, Message
 from torch import Tensor
@@ -148,11 +148,6 @@ def _with_odd_metrics(usable: Sequence[Usable]) -> list[Usable]:
         return []
     usual, _ = Counter(names(entry) for entry in usable).most_common(1)[0]
     return [entry for entry in usable if names(entry) != usual]
-
-
-def with_params(entries: Sequence[Usable], models: Sequence[Mapping[str, Tensor]]) -> tuple[Usable, ...]:
-    """The same replies with other parameters."""
-    return tuple(replace(entry, params=params) for entry, params in zip(entries, models, strict=True))
 
 
 def record_key(reply: Message) -> str:
