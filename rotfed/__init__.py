@@ -5,9 +5,10 @@ model nearest to another without altering what it computes; `merge` averages sev
 `rotfed.flower` does both inside a Flower run.
 """
 
-from rotfed.align import Alignment, Anchor, align
+from rotfed.align import Alignment, align
 from rotfed.anchors import align_all, medoid, merge
 from rotfed.checks import check_spec
+from rotfed.descent import Anchor
 from rotfed.errors import (
     AlignmentError,
     ConvergenceWarning,

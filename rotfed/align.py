@@ -1,29 +1,19 @@
 """Alignment: the transform that moves one model nearest to another without changing what it computes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from types import EllipsisType
 
 import torch
 from torch import Tensor
 
+from rotfed.descent import Anchor, Params, Problem
 from rotfed.errors import AlignmentError
-from rotfed.solvers import identity_radius, linear_assignment, optimal_scale, orthogonal_procrustes
-from rotfed.spec import Block, Group, Resolution, SymmetrySpec
-from rotfed.transform import Transform, act, to_work
-
-Params = Mapping[str, Tensor]
-
-# A gain in squared distance below this share of the squared norms is float64 rounding: keep the identity, to the bit.
-_NOISE = 1e-13
-
-# Sweeps over coupled groups end when one of them lowers the squared distance by less than this share of it.
-_SETTLED = 1e-12
+from rotfed.spec import SymmetrySpec
+from rotfed.transform import Transform, to_work
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Alignment:
     """A source model in the anchor's frame.
 
@@ -38,37 +28,6 @@ class Alignment:
     distance_before: float
     distance_after: float
     identity_permutations: float
-
-
-class Anchor(Mapping[str, Tensor]):
-    """Parameters to align to, with what many alignments to them share: float64 blocks and certificate radii."""
-
-    def __init__(self, params: Params, spec: SymmetrySpec) -> None:
-        self.params = params
-        self.spec = spec
-        self.resolution: Resolution = spec.resolve(params)
-        check_finite(params, "anchor")
-        self._radii: dict[tuple[str, int], Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.params[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.params)
-
-    def __len__(self) -> int:
-        return len(self.params)
-
-    @cached_property
-    def blocks(self) -> list[Tensor]:
-        """The anchor's blocks in float64, in the order of `resolution.blocks`."""
-        return [to_work(block.read(self.params)) for block in self.resolution.blocks]
-
-    def radius(self, group: str, index: int, units: Tensor) -> Tensor:
-        """`identity_radius` of the anchor's units for one permutation of a group, computed once."""
-        if (group, index) not in self._radii:
-            self._radii[group, index] = identity_radius(units)
-        return self._radii[group, index]
 
 
 def align(
@@ -107,10 +66,11 @@ def align(
     check_options(strength, max_sweeps)
     if not (isinstance(anchor, Anchor) and anchor.spec == spec):
         anchor = Anchor(anchor, spec)
+        check_finite(anchor, "anchor")
     numbers = spec.select_layers(layers)
     whole = len(numbers) == spec.num_layers
     chosen = tuple(name for name in spec.select_groups(groups) if whole or spec.groups[name].layered)
-    problem = _Problem(source, spec.resolve(source), anchor, spec, numbers, proper, strength)
+    problem = Problem(source, spec.resolve(source), anchor, numbers, proper, strength)
     check_finite(source, "source")
     components = spec.components(chosen)
     solved = {component: problem.solve(component, max_sweeps) for component in components}
@@ -126,7 +86,7 @@ def align(
     if len(kept) < len(components):
         transform = moved_by(kept)
         params = transform.apply(source)
-    before, after = problem.distances(params)
+    before, after = _distances(problem, params)
     return Alignment(params, transform, before, after, _identity_share(transform, chosen))
 
 
@@ -166,154 +126,29 @@ def _identity_share(transform: Transform, groups: Iterable[str]) -> float:
     return float(torch.cat(hits).double().mean())
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """One parameter's part in a group's problem: source and anchor unfolded to `(*batch, n, m)`."""
-
-    layer: int | EllipsisType
-    source: Tensor
-    anchor: Tensor
-    dual: bool
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """A source and an anchor, block by block."""
-
-    source: Params
-    resolution: Resolution
-    anchor: Anchor
-    spec: SymmetrySpec
-    layers: tuple[int, ...]
-    proper: bool
-    strength: float
-
-    @cached_property
-    def device(self) -> torch.device:
-        return to_work(next(iter(self.source.values()))).device
-
-    def identity(self, name: str) -> Tensor:
-        group = self.spec.groups[name]
-        return group.kind.identity(group.batch, group.size).to(self.device)
-
-    def _touched(self, groups: Iterable[str]) -> list[tuple[Block, Tensor]]:
-        """The blocks on which any of `groups` acts in the chosen layers, each with the anchor's values."""
-        names = set(groups)
-        return [
-            (block, anchor.to(self.device))
-            for block, anchor in zip(self.resolution.blocks, self.anchor.blocks, strict=True)
-            if (block.layer is None or block.layer in self.layers)
-            and any(action.group.name in names for action in block.actions)
-        ]
-
-    def solve(self, component: tuple[str, ...], max_sweeps: int) -> dict[str, Tensor]:
-        """The elements of coupled groups that bring the source nearest, by exact steps in one group after another."""
-        elements = {name: self.identity(name) for name in component}
-        blocks = [(block, to_work(block.read(self.source)), anchor) for block, anchor in self._touched(component)]
-        best, previous = dict(elements), math.inf
-        for _ in range(max_sweeps if len(component) > 1 else 1):
-            for name in component:
-                others = {other: elements[other] for other in component if other != name}
-                pairs = list(_pairs(name, others, blocks))
-                elements[name] = self._solve_group(self.spec.groups[name], pairs)
-            distance2 = sum(float((act(s, block, elements) - a).square().sum()) for block, s, a in blocks)
-            # With a pull to the identity a sweep may also lose: the pull is to the identity, not to the last sweep.
-            if distance2 < previous:
-                best = dict(elements)
-            if distance2 >= previous * (1 - _SETTLED):
-                break
-            previous = distance2
-        return best
-
-    def _solve_group(self, group: Group, pairs: list[_Pair]) -> Tensor:
-        """The optimal element at every index of one group; the identity where nothing acts or nothing is gained."""
-        if not pairs:
-            return self.identity(group.name)
-        return _SOLVERS[group.kind_name](self, group, pairs)
-
-    def orthogonal(self, group: Group, pairs: list[_Pair]) -> Tensor:
-        rotation = self.identity(group.name)
-        cross = torch.zeros_like(rotation)
-        energy = cross.new_zeros(group.batch)
-        for pair in pairs:
-            cross[pair.layer] += pair.anchor @ pair.source.mT
-            energy[pair.layer] += pair.anchor.square().sum((-2, -1)) + pair.source.square().sum((-2, -1))
-        best = orthogonal_procrustes(cross, self.proper, self.strength)
-        gain = ((best - rotation) * cross).sum((-2, -1))
-        return torch.where((gain > _NOISE * energy)[..., None, None], best, rotation)
-
-    def permutation(self, group: Group, pairs: list[_Pair]) -> Tensor:
-        order = self.identity(group.name).reshape(-1, group.size)
-        stacked = torch.arange(len(order), device=self.device).reshape(group.batch)
-        units: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for pair in pairs:
-            indices = stacked[pair.layer].reshape(-1).tolist()
-            columns = pair.source.shape[-1]
-            sources = pair.source.reshape(-1, group.size, columns)
-            anchors = pair.anchor.reshape(-1, group.size, columns)
-            for index, source, anchor in zip(indices, sources, anchors, strict=True):
-                together = units.setdefault(index, ([], []))
-                together[0].append(source)
-                together[1].append(anchor)
-        for index, (mine, theirs) in units.items():
-            source_units, anchor_units = torch.cat(mine, dim=-1), torch.cat(theirs, dim=-1)
-            radius = self.anchor.radius(group.name, index, anchor_units)
-            order[index] = linear_assignment(source_units, anchor_units, radius, self.strength)
-        return order.reshape(group.kind.element_shape(group.batch, group.size))
-
-    def scale(self, group: Group, pairs: list[_Pair]) -> Tensor:
-        ones = self.identity(group.name)
-        norm2, inner = (torch.zeros(2, *ones.shape, dtype=ones.dtype, device=self.device) for _ in range(2))
-        for pair in pairs:
-            norm2[int(pair.dual)][pair.layer] += pair.source.square().sum(-1)
-            inner[int(pair.dual)][pair.layer] += (pair.source * pair.anchor).sum(-1)
-        best = optimal_scale(norm2[0], inner[0], norm2[1], inner[1], self.strength, self.proper)
-        return torch.where((best - 1).abs() > _NOISE, best, ones)
-
-    def distance2(self, params: Params, component: tuple[str, ...]) -> float:
-        """Squared distance from the anchor over the blocks that a component's groups act on."""
-        blocks = self._touched(component)
-        return sum(float((to_work(block.read(params)) - anchor).square().sum()) for block, anchor in blocks)
-
-    def distances(self, params: Params) -> tuple[float, float]:
-        """Distance from the anchor over all shared floating-point parameters: of the source, and of `params`."""
-        before2 = after2 = 0.0
-        for mine, theirs in self._shared():
-            anchor = to_work(self.anchor[theirs]).to(self.device)
-            here = float((to_work(self.source[mine]) - anchor).square().sum())
-            before2 += here
-            same = params[mine] is self.source[mine]
-            after2 += here if same else float((to_work(params[mine]) - anchor).square().sum())
-        return math.sqrt(before2), math.sqrt(after2)
-
-    def _shared(self) -> Iterator[tuple[str, str]]:
-        """The names, in source and anchor, of the floating-point parameters that both have."""
-        ours, theirs = self.resolution, self.anchor.resolution
-        shared = [(ours.names[name], theirs.names[name]) for name in ours.names if name in theirs.names]
-        shared += [(name, name) for name in ours.left_alone if name in set(theirs.left_alone)]
-        for mine, other in shared:
-            found, expected = self.source[mine].shape, self.anchor[other].shape
-            if found != expected:
-                raise AlignmentError(
-                    f"{mine}: expected shape {tuple(expected)} as in the anchor, found {tuple(found)}; "
-                    "align models of one architecture and one vocabulary"
-                )
-            if self.source[mine].is_floating_point():
-                yield mine, other
+def _distances(problem: Problem, params: Params) -> tuple[float, float]:
+    """Distance from the anchor over all shared floating-point parameters: of the source, and of `params`."""
+    before2 = after2 = 0.0
+    for mine, theirs in _shared(problem):
+        anchor = to_work(problem.anchor[theirs]).to(problem.device)
+        here = float((to_work(problem.source[mine]) - anchor).square().sum())
+        before2 += here
+        same = params[mine] is problem.source[mine]
+        after2 += here if same else float((to_work(params[mine]) - anchor).square().sum())
+    return math.sqrt(before2), math.sqrt(after2)
 
 
-def _pairs(name: str, others: Mapping[str, Tensor], blocks: Iterable[tuple[Block, Tensor, Tensor]]) -> Iterator[_Pair]:
-    """What the problem of one group consists of, with the coupled groups held at `others`."""
-    for block, source, anchor in blocks:
-        for action in block.actions:
-            if action.group.name == name:
-                layer = block.layer if action.group.layered and block.layer is not None else ...
-                moved = act(source, block, others)
-                yield _Pair(layer, action.unfold(moved), action.unfold(anchor), action.dual)
-
-
-_SOLVERS: dict[str, Callable[[_Problem, Group, list[_Pair]], Tensor]] = {
-    "orthogonal": _Problem.orthogonal,
-    "permutation": _Problem.permutation,
-    "scale": _Problem.scale,
-}
+def _shared(problem: Problem) -> Iterator[tuple[str, str]]:
+    """The names, in source and anchor, of the floating-point parameters that both have."""
+    ours, theirs = problem.resolution, problem.anchor.resolution
+    shared = [(ours.names[name], theirs.names[name]) for name in ours.names if name in theirs.names]
+    shared += [(name, name) for name in ours.left_alone if name in set(theirs.left_alone)]
+    for mine, other in shared:
+        found, expected = problem.source[mine].shape, problem.anchor[other].shape
+        if found != expected:
+            raise AlignmentError(
+                f"{mine}: expected shape {tuple(expected)} as in the anchor, found {tuple(found)}; "
+                "align models of one architecture and one vocabulary"
+            )
+        if problem.source[mine].is_floating_point():
+            yield mine, other

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rotfed.align import Alignment, Anchor, Params, align
+from rotfed.align import Alignment, align
+from rotfed.descent import Anchor, Params
 from rotfed.errors import AlignmentError, ConvergenceWarning
 from rotfed.mergers import check_alike, normalised_weights, weighted_mean
 from rotfed.spec import SymmetrySpec

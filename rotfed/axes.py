@@ -1,14 +1,19 @@
 """Axis strings: one short text that is a parameter's shape, its shape check and the groups that act on it.
 
     axes    := axis*                          one axis of the tensor after another, separated by spaces
-    axis    := atom | "(" atom+ ")" | "[" atom+ ("|" atom+)* "]"
+    axis    := factor | "(" factor+ ")"
+    factor  := atom | "[" factor+ ("|" factor+)* "]"
     atom    := (NAME | NUMBER | "_") ("*" GROUP | "/" GROUP)*
 
-`(heads qk)` is one axis of size heads x qk; `[heads qk | heads vo]` one axis that concatenates two such parts; `_`
-an axis of any size. An atom that names a group is acted on by it; `*g` lets the group g act as well, `/g` its dual.
+`(heads qk)` is one axis of size heads x qk; `[heads qk | heads vo]` one axis that concatenates two such parts;
+`(heads [qk | qk | vo])` one that does so inside every head; `_` an axis of any size. An atom that names a group is
+acted on by it; `*g` lets the group g act as well, `/g` its dual.
 """
 
+import itertools
+import math
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rotfed.errors import SpecError
@@ -24,13 +29,89 @@ class Atom:
     actions: tuple[tuple[str, bool], ...] = ()
 
 
-Segment = tuple[Atom, ...]
-Axis = tuple[Segment, ...]
+@dataclass(frozen=True)
+class Concat:
+    """A factor of an axis that lays several products end to end."""
+
+    alternatives: tuple["Axis", ...]
+
+
+Factor = Atom | Concat
+Axis = tuple[Factor, ...]
+
+ANY: Axis = (Atom("_"),)
+"""The axis that may have any size."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step into a tensor: `length` entries of dimension `dim` from `start` on, split into `sizes`. Gives a view."""
+
+    dim: int
+    start: int
+    length: int
+    sizes: tuple[int, ...]
 
 
 def parse_axes(text: str) -> tuple[Axis, ...]:
-    """Parse an axis string into axes of concatenated segments of atoms. Raises SpecError with the place of a fault."""
+    """Parse an axis string. Raises SpecError with the place of a fault."""
     return _Parser(text).parse()
+
+
+def size_of(axis: Axis, atom_size: Callable[[Atom], int]) -> int:
+    """The number of entries along an axis."""
+    sizes = (
+        atom_size(factor) if isinstance(factor, Atom) else sum(size_of(a, atom_size) for a in factor.alternatives)
+        for factor in axis
+    )
+    return math.prod(sizes)
+
+
+def parts(axes: tuple[Axis, ...]) -> Iterator[tuple[Atom, ...]]:
+    """The rectangular parts of a parameter, as atoms: one alternative of every concatenation, in all combinations."""
+
+    def of_factor(factor: Factor) -> list[tuple[Atom, ...]]:
+        return [(factor,)] if isinstance(factor, Atom) else [part for a in factor.alternatives for part in parts((a,))]
+
+    for chosen in itertools.product(*(of_factor(factor) for axis in axes for factor in axis)):
+        yield tuple(itertools.chain.from_iterable(chosen))
+
+
+def cuts(axis: Axis, dim: int, atom_size: Callable[[Atom], int]) -> list[tuple[tuple[Atom, ...], tuple[Step, ...]]]:
+    """The parts of an axis that have a size, each with the steps that lead to it from a tensor's dimension `dim`."""
+    length = size_of(axis, atom_size)
+    return _cuts(axis, dim, 0, length, atom_size)
+
+
+def _cuts(
+    axis: Axis, dim: int, start: int, length: int, atom_size: Callable[[Atom], int]
+) -> list[tuple[tuple[Atom, ...], tuple[Step, ...]]]:
+    sizes = tuple(size_of((factor,), atom_size) for factor in axis)
+    found: list[tuple[tuple[Atom, ...], tuple[Step, ...]]] = [((), (Step(dim, start, length, sizes),))]
+    # From the last factor to the first, so that the dimensions still to be cut keep their numbers.
+    for position in reversed(range(len(axis))):
+        factor = axis[position]
+        if isinstance(factor, Atom):
+            found = [((factor, *atoms), steps) for atoms, steps in found]
+            continue
+        inner = []
+        begin = 0
+        for alternative in factor.alternatives:
+            extent = size_of(alternative, atom_size)
+            if extent:
+                inner += _cuts(alternative, dim + position, begin, extent, atom_size)
+            begin += extent
+        found = [((*first, *atoms), (*steps, *more)) for first, more in inner for atoms, steps in found]
+    return found
+
+
+def rename_atoms(axes: tuple[Axis, ...], rename: Callable[[Atom], Atom]) -> tuple[Axis, ...]:
+    """The same axes with every atom replaced."""
+
+    def of_factor(factor: Factor) -> Factor:
+        return rename(factor) if isinstance(factor, Atom) else Concat(rename_atoms(factor.alternatives, rename))
+
+    return tuple(tuple(of_factor(factor) for factor in axis) for axis in axes)
 
 
 class _Parser:
@@ -67,26 +148,29 @@ class _Parser:
         return tuple(axes)
 
     def axis(self) -> Axis:
-        if self.peek() == "(":
-            self.take("(")
-            segment = self.segment()
-            self.take(")")
-            return (segment,)
-        if self.peek() == "[":
-            self.take("[")
-            segments = [self.segment()]
-            while self.peek() == "|":
-                self.take("|")
-                segments.append(self.segment())
-            self.take("]")
-            return tuple(segments)
-        return ((self.atom(),),)
+        if self.peek() != "(":
+            return (self.factor(),)
+        self.take("(")
+        product = self.product()
+        self.take(")")
+        return product
 
-    def segment(self) -> Segment:
-        atoms = [self.atom()]
+    def product(self) -> Axis:
+        factors = [self.factor()]
         while self.peek() and self.peek() not in ")]|":
-            atoms.append(self.atom())
-        return tuple(atoms)
+            factors.append(self.factor())
+        return tuple(factors)
+
+    def factor(self) -> Factor:
+        if self.peek() != "[":
+            return self.atom()
+        self.take("[")
+        alternatives = [self.product()]
+        while self.peek() == "|":
+            self.take("|")
+            alternatives.append(self.product())
+        self.take("]")
+        return Concat(tuple(alternatives))
 
     def atom(self) -> Atom:
         name = self.take()

@@ -190,4 +190,75 @@ class Scale(Kind):
         return 0.0 if bool((element.isfinite() & (element != 0)).all()) else float("inf")
 
 
-KINDS: dict[str, Kind] = {"orthogonal": Orthogonal(), "permutation": Permutation(), "scale": Scale()}
+class Sign(Scale):
+    """{+1, -1}, one for each of `n` coordinates: what a norm over the coordinates leaves of the scales."""
+
+    def random(
+        self,
+        batch: tuple[int, ...],
+        n: int,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float64,
+        proper: bool = False,
+    ) -> Tensor:
+        if proper:
+            return self.identity(batch, n, dtype)
+        return (torch.randint(0, 2, (*batch, n), generator=generator) * 2 - 1).to(dtype)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return element.clone()
+
+    def defect(self, element: Tensor) -> float:
+        return 0.0 if element.is_floating_point() and bool((element.abs() == 1).all()) else float("inf")
+
+
+class RopePlanes(Kind):
+    """SO(2) on one plane of a rotary position embedding; an element is an angle in radians.
+
+    RoPE rotates each plane by an angle of its own, so only rotations within the plane commute with it. The plane is
+    an axis of length 2, and the axis string says where its two coordinates lie: `(heads pair planes)` for halves,
+    `(heads planes pair)` for neighbours.
+    """
+
+    def identity(self, batch: tuple[int, ...], n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.zeros(batch, dtype=dtype)
+
+    def random(
+        self,
+        batch: tuple[int, ...],
+        n: int,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float64,
+        proper: bool = False,
+    ) -> Tensor:
+        return (torch.pi * (2 * torch.rand(batch, generator=generator, dtype=torch.float64) - 1)).to(dtype)
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return -element
+
+    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
+        # Kept within [-pi, pi], so that an angle does not lose digits over many rounds.
+        total = later.double() + earlier.double()
+        coarser = min(later.dtype, earlier.dtype, key=lambda dtype: dtype.itemsize)
+        return torch.atan2(total.sin(), total.cos()).to(coarser)
+
+    def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
+        # The inverse transpose of a rotation is the rotation itself.
+        cos, sin = element.cos().unsqueeze(-1), element.sin().unsqueeze(-1)
+        first, second = x[..., 0, :], x[..., 1, :]
+        return torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-2)
+
+    def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
+        return batch
+
+    def defect(self, element: Tensor) -> float:
+        return 0.0 if element.is_floating_point() and bool(element.isfinite().all()) else float("inf")
+
+
+KINDS: dict[str, Kind] = {
+    "orthogonal": Orthogonal(),
+    "rope_planes": RopePlanes(),
+    "permutation": Permutation(),
+    "scale": Scale(),
+    "sign": Sign(),
+}

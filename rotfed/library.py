@@ -4,8 +4,9 @@ A file `specs/<family>.toml` is data: sizes as expressions over the configuratio
 parameter, older names, and the switches of the configuration under which the symmetry does not hold.
 """
 
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -15,17 +16,31 @@ import jinja2
 import jinja2.sandbox
 import torch
 
-from rotfed.axes import Atom, Axis, parse_axes
+from rotfed.axes import ANY, Atom, Axis, parse_axes, parts, rename_atoms
 from rotfed.errors import SpecError
-from rotfed.groups import KINDS
-from rotfed.spec import Entry, Group, SymmetrySpec, acting_groups, parts
+from rotfed.groups import KINDS, Scale
+from rotfed.spec import Entry, Group, SymmetrySpec
 
-_KEYS = {
-    "": {"model_type", "layers", "sizes", "groups", "params", "aliases", "refuse"},
-    "groups": {"kind", "axis", "per"},
-    "params": {"axes", "when", "optional"},
-    "refuse": {"when", "because"},
+_KEYS: dict[str, dict[str, type]] = {
+    "": {
+        "model_type": list,
+        "stacks": str,
+        "layers": str,
+        "sizes": dict,
+        "groups": dict,
+        "params": dict,
+        "untouched": list,
+        "aliases": dict,
+        "refuse": list,
+        "tiny": dict,
+        "examples": list,
+    },
+    "groups": {"kind": str, "axis": str, "per": list, "when": str},
+    "params": {"axes": str, "when": str, "optional": bool, "stack": str, "naming": str},
+    "refuse": {"when": str, "because": str},
+    "examples": {"name": str, "model_type": str, "classes": list, "config": dict},
 }
+_INDEX = re.compile(r"\{(\w+)\}")
 
 
 @cache
@@ -50,29 +65,61 @@ def parse_spec_file(text: str, name: str) -> dict[str, Any]:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"{name}: expected TOML, found {error}") from error
-    _check_keys(name, data, _KEYS[""])
+    _check_table(name, data, "")
     if missing := sorted({"model_type", "layers", "sizes", "groups", "params"} - set(data)):
         raise SpecError(f"{name}: expected the keys {', '.join(missing)}, not found")
-    for group, table in data["groups"].items():
-        _check_keys(f"{name}: groups.{group}", table, _KEYS["groups"])
-        if table.get("kind") not in KINDS:
-            raise SpecError(
-                f"{name}: groups.{group}.kind: expected one of {', '.join(KINDS)}, found {table.get('kind')!r}"
-            )
-        if unknown := [size for size in table.get("per", []) if size != "layer" and size not in data["sizes"]]:
-            raise SpecError(f"{name}: groups.{group}.per: {', '.join(unknown)} not in [sizes]")
-    for param, value in data["params"].items():
-        table = value if isinstance(value, dict) else {"axes": value}
-        _check_keys(f"{name}: {param}", table, _KEYS["params"])
-        _check_axes(f"{name}: {param}", parse_axes(table["axes"]), table, data)
     for number, rule in enumerate(data.get("refuse", [])):
-        _check_keys(f"{name}: refuse[{number}]", rule, _KEYS["refuse"])
+        _check_table(f"{name}: refuse[{number}]", rule, "refuse")
+        if missing := sorted({"when", "because"} - set(rule)):
+            raise SpecError(f"{name}: refuse[{number}]: expected the keys {', '.join(missing)}, not found")
+    for number, example in enumerate(data.get("examples", [])):
+        _check_table(f"{name}: examples[{number}]", example, "examples")
+    for group, table in data["groups"].items():
+        _check_table(f"{name}: groups.{group}", table, "groups")
+    for group, table in data["groups"].items():
+        _check_group(f"{name}: groups.{group}", group, table, data)
+    for param, value in data["params"].items():
+        data["params"][param] = table = {"axes": value} if isinstance(value, str) else value
+        where = f"{name}: {param}"
+        _check_table(where, table, "params")
+        if "axes" not in table:
+            raise SpecError(f"{where}: expected an axis string, or a table with the key 'axes'")
+        _check_axes(where, param, parse_axes(table["axes"]), table, data)
+    if not any("{layer}" in param for param in data["params"]):
+        raise SpecError(f"{name}: expected a parameter with {{layer}} in its name, found none")
     return data
 
 
-def _check_keys(where: str, table: Mapping[str, Any], allowed: set[str]) -> None:
-    if unknown := sorted(set(table) - allowed):
+def _check_table(where: str, table: Any, kind: str) -> None:
+    allowed = _KEYS[kind]
+    if not isinstance(table, dict):
+        raise SpecError(f"{where}: expected a table, found {table!r}")
+    if unknown := sorted(set(table) - set(allowed)):
         raise SpecError(f"{where}: unknown key {unknown[0]!r}; expected some of {', '.join(sorted(allowed))}")
+    for key, value in table.items():
+        if not isinstance(value, allowed[key]):
+            raise SpecError(f"{where}: {key}: expected a {allowed[key].__name__}, found {value!r}")
+
+
+def _check_group(where: str, group: str, table: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    if table.get("kind") not in KINDS:
+        raise SpecError(f"{where}.kind: expected one of {', '.join(KINDS)}, found {table.get('kind')!r}")
+    if unknown := [size for size in table.get("per", []) if size != "layer" and size not in data["sizes"]]:
+        raise SpecError(f"{where}.per: {', '.join(unknown)} not in [sizes]")
+    axis = _axis_of(group, data)
+    if axis is not None and axis not in data["sizes"]:
+        raise SpecError(f"{where}.axis: {axis} not in [sizes]")
+    if axis is None and not isinstance(KINDS[table["kind"]], Scale):
+        raise SpecError(f"{where}.axis: expected the axis that the group acts on, not found")
+    for other, outer in data["groups"].items():
+        index = _axis_of(other, data)
+        if other == group or index is None or index not in table.get("per", []):
+            continue
+        if outer.get("kind") != "permutation":
+            raise SpecError(f"{where}.per: {index} is mixed by the group {other}, so it cannot index elements")
+        before = table["per"][: table["per"].index(index)]
+        if outside := [size for size in outer.get("per", []) if size not in before]:
+            raise SpecError(f"{where}.per: expected {outside[0]} before {index}, as the group {other} has it")
 
 
 def _axis_of(group: str, data: Mapping[str, Any]) -> str | None:
@@ -83,12 +130,16 @@ def _axis_of(group: str, data: Mapping[str, Any]) -> str | None:
     return axis
 
 
-def _check_axes(where: str, axes: tuple[Axis, ...], table: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+def _check_axes(
+    where: str, param: str, axes: tuple[Axis, ...], table: Mapping[str, Any], data: Mapping[str, Any]
+) -> None:
     groups, sizes = data["groups"], data["sizes"]
-    for axis in axes:
-        if any(atom.name == "_" for segment in axis for atom in segment) and axis != ((Atom("_"),),):
+    for part in parts(axes):
+        if Atom("_") in part and any(axis != ANY and Atom("_") in inner for axis in axes for inner in parts((axis,))):
             raise SpecError(f"{where}: '_' stands for a whole axis and takes no group")
-        for atom in (atom for segment in axis for atom in segment):
+        for atom in part:
+            if atom.name == "_" and atom.actions:
+                raise SpecError(f"{where}: '_' stands for a whole axis and takes no group")
             if atom.name != "_" and not atom.name.isdigit() and atom.name not in groups and atom.name not in sizes:
                 raise SpecError(f"{where}: {atom.name!r} is neither in [sizes] nor in [groups]")
             for name, _ in atom.actions:
@@ -98,33 +149,72 @@ def _check_axes(where: str, axes: tuple[Axis, ...], table: Mapping[str, Any], da
             if len(on_axis) > 1:
                 raise SpecError(
                     f"{where}: {' and '.join(on_axis)} act on the same axis and do not commute, which rotfed cannot "
-                    "compose; keep one of them"
+                    "compose; keep one of them, or let the one scale 'per' the axis that the other permutes"
                 )
-    for part in parts(axes):
-        names = [atom.name for segment in part for atom in segment]
-        for group in sorted(acting_groups(part, groups)):
+        acting = [atom.name for atom in part if atom.name in groups] + [g for atom in part for g, _ in atom.actions]
+        names = [_axis_of(atom.name, data) or atom.name for atom in part]
+        for group in sorted(set(acting)):
+            if acting.count(group) > 1:
+                raise SpecError(f"{where}: group {group} acts twice on one part, which rotfed cannot solve")
             if table.get("optional"):
                 # A state dict without the parameter would be moved only in part.
                 raise SpecError(f"{where}: a parameter that groups act on cannot be optional; state 'when' it exists")
             per = groups[group].get("per", [])
-            if "layer" in per and "{layer}" not in where:
+            if "layer" in per and "{layer}" not in param:
                 raise SpecError(f"{where}: group {group} differs by layer, but the parameter is shared by all")
             if lacking := [size for size in per if size != "layer" and size not in names]:
                 raise SpecError(f"{where}: group {group} differs by {lacking[0]}, which is not an axis here")
+            if doubled := [size for size in per if names.count(size) > 1]:
+                raise SpecError(f"{where}: group {group} differs by {doubled[0]}, which is an axis here twice")
+    for index in set(_INDEX.findall(param)) - {"layer", "stack"}:
+        if index not in sizes or not axes or _axis_of_first(axes, data) != index:
+            raise SpecError(f"{where}: expected the size {index} as the first axis, over which the name is spread")
+
+
+def _axis_of_first(axes: tuple[Axis, ...], data: Mapping[str, Any]) -> str | None:
+    first = axes[0][0] if len(axes[0]) == 1 else None
+    return (_axis_of(first.name, data) or first.name) if isinstance(first, Atom) else None
 
 
 _JINJA = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
 
 
+@cache
+def _compiled(expression: str) -> Callable[..., Any]:
+    return _JINJA.compile_expression(expression, undefined_to_none=False)
+
+
 def _evaluate(expression: Any, config: Mapping[str, Any], where: str) -> Any:
     """Evaluate a spec's expression, such as `hidden_size // num_attention_heads`, over a configuration's attributes."""
     try:
-        return _JINJA.compile_expression(str(expression), undefined_to_none=False)(**config)
+        value = _compiled(str(expression))(**config)
+        if isinstance(value, jinja2.Undefined):
+            # Raises what is missing; a bare name is not looked at before it is used.
+            str(value)
+        return value
     except (jinja2.TemplateError, TypeError, ArithmeticError) as error:
         raise SpecError(f"{where}: cannot evaluate {expression!r} over the configuration: {error}") from error
 
 
-def _read_config(source: Any) -> Any:
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The values of a model directory's `config.json`, or of that file. Raises SpecError where there is none."""
+    import transformers
+
+    path = Path(path)
+    if not path.exists():
+        raise SpecError(f"{path}: expected a model directory or a config.json, found nothing there")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise SpecError(f"{path}: expected a transformers model directory, found no config.json in it")
+    try:
+        values, _ = transformers.PretrainedConfig.get_config_dict(str(path))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: expected a transformers configuration, found {error}") from error
+    if not isinstance(values, dict):
+        raise SpecError(f"{path}: expected a transformers configuration, found {type(values).__name__}")
+    return values
+
+
+def _config_of(source: Any) -> Any:
     """A transformers configuration from a configuration, its dict, a model, a directory, or a `config.json`."""
     import transformers
 
@@ -145,22 +235,20 @@ def _read_config(source: Any) -> Any:
     if isinstance(source, Mapping):
         values = dict(source)
         model_type = values.pop("model_type", None)
-        if model_type is None:
+        if not isinstance(model_type, str):
             raise SpecError("configuration: expected the key 'model_type', not found; pass a transformers config dict")
         if model_type not in supported_model_types():
             raise _no_spec(model_type)
-        return transformers.AutoConfig.for_model(model_type, **values)
-    if isinstance(source, str | Path):
-        path = Path(source)
-        if not path.exists():
-            raise SpecError(f"{path}: expected a model directory or a config.json, found nothing there")
-        if path.is_dir() and not (path / "config.json").is_file():
-            raise SpecError(f"{path}: expected a transformers model directory, found no config.json in it")
         try:
-            values, _ = transformers.PretrainedConfig.get_config_dict(str(path))
-        except (OSError, ValueError) as error:
-            raise SpecError(f"{path}: expected a transformers configuration, found {error}") from error
-        return _read_config(values)
+            return transformers.AutoConfig.for_model(model_type, **values)
+        except Exception as error:  # transformers' own validation raises errors of many classes
+            reason = " ".join(str(error).split())
+            raise SpecError(
+                f"{model_type}: expected a configuration that transformers {transformers.__version__} accepts, found: "
+                f"{reason}"
+            ) from error
+    if isinstance(source, str | Path):
+        return _config_of(read_config(source))
     raise SpecError(
         f"expected a transformers configuration, its dict, a model or a directory, found {type(source).__name__}"
     )
@@ -168,7 +256,8 @@ def _read_config(source: Any) -> Any:
 
 def _no_spec(model_type: str) -> SpecError:
     return SpecError(
-        f"{model_type}: no spec for this model_type; rotfed knows {', '.join(sorted(supported_model_types()))}"
+        f"{model_type or 'this configuration'}: no spec for this model_type; 'rotfed specs' lists the "
+        f"{len(supported_model_types())} that rotfed knows"
     )
 
 
@@ -179,13 +268,13 @@ def load_spec(source: Any) -> SymmetrySpec:
     directory or `config.json`. Returns the bound spec. Raises SpecError, in one sentence, where rotfed has no spec
     for the `model_type` or a switch of the configuration takes away the symmetry.
     """
-    config = _read_config(source)
+    config = _config_of(source)
     model_type = config.model_type
     if model_type not in supported_model_types():
         raise _no_spec(model_type)
     family = supported_model_types()[model_type]
-    values = {**config.to_dict(), **{new: getattr(config, new) for new in config.attribute_map}}
-    return bind_spec(spec_files()[family], family, model_type, values)
+    values = {**config.to_dict(), **{new: getattr(config, new, None) for new in config.attribute_map}}
+    return bind_spec(spec_files()[family], family, model_type, {**values, "model_type": model_type})
 
 
 def bind_spec(data: Mapping[str, Any], family: str, model_type: str, config: Mapping[str, Any]) -> SymmetrySpec:
@@ -194,24 +283,141 @@ def bind_spec(data: Mapping[str, Any], family: str, model_type: str, config: Map
     for rule in data.get("refuse", []):
         if _evaluate(rule["when"], config, f"{name}: refuse"):
             raise SpecError(f"{model_type}: {rule['because']}")
+    stacks = list(_evaluate(data["stacks"], config, f"{name}: stacks")) if "stacks" in data else [None]
+    bound = {stack: _Stack(data, name, config, stack) for stack in stacks}
+    shared = bound[None] if None in bound else _Stack(data, name, config, None)
+    entries: list[Entry] = []
+    aliases: dict[str, dict[str, str]] = {naming: {} for naming in data.get("aliases", {})}
+    for param, table in data["params"].items():
+        if "{stack}" in param:
+            owners = list(bound.values())
+        elif "stack" in table:
+            owners = [stack for key, stack in bound.items() if key == table["stack"]]
+        else:
+            owners = [shared]
+        for owner in owners:
+            if entry := owner.entry(param, table):
+                entries.append(entry)
+    for naming, renames in data.get("aliases", {}).items():
+        for new, old in renames.items():
+            for stack in bound if "{stack}" in new else [None]:
+                aliases[naming][new.replace("{stack}", str(stack))] = old.replace("{stack}", str(stack))
+    unordered = {group.name: group for stack in bound.values() for group in stack.groups.values()}
+    return SymmetrySpec(
+        family,
+        model_type,
+        {None if stack.key is None else str(stack.key): stack.layers for stack in bound.values()},
+        {size: value for stack in (shared, *bound.values()) for size, value in stack.qualified_sizes().items()},
+        _outside_in(unordered, name),
+        tuple(entries),
+        aliases,
+        tuple(data.get("untouched", [])),
+    )
 
-    def size(expression: Any, where: str) -> int:
-        value = _evaluate(expression, config, f"{name}: {where}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SpecError(f"{name}: {where}: expected a positive whole number, found {value!r} ({expression})")
+
+def _outside_in(groups: Mapping[str, Group], where: str) -> dict[str, Group]:
+    """The groups with each permutation before the groups whose elements it indexes."""
+    ordered: dict[str, Group] = {}
+    while len(ordered) < len(groups):
+        waiting = [group for group in groups.values() if group.name not in ordered]
+        ready = [group for group in waiting if not any(group.indexed_by(other) for other in waiting)]
+        if not ready:
+            raise SpecError(f"{where}: the groups {', '.join(g.name for g in waiting)} index each other in a circle")
+        ordered[ready[0].name] = ready[0]
+    return ordered
+
+
+class _Stack:
+    """One stack of layers of a spec that is being bound: its sizes and groups, and the entries that speak of it."""
+
+    def __init__(self, data: Mapping[str, Any], where: str, config: Mapping[str, Any], key: Any) -> None:
+        self.key = key
+        self.where = where
+        self.config = config if key is None else {**config, "stack": key}
+        single = "stacks" not in data
+        # Outside the stacks of a model that has several there are no layers, and no size that differs by stack.
+        outside = key is None and not single
+        self.layers = 0 if outside else self._size(data["layers"], "layers")
+        self.sizes = {
+            axis: self._size(expression, f"sizes.{axis}")
+            for axis, expression in data["sizes"].items()
+            if not (outside and re.search(r"\bstack\b", str(expression)))
+        }
+        self.groups = {} if outside else self._groups(data)
+        self.axis_of_group = {group: _axis_of(group, data) for group in data["groups"]}
+
+    def qualified(self, name: str) -> str:
+        """The name of a size or group in the bound spec, where those of several stacks stand side by side."""
+        return name if self.key is None else f"{self.key}.{name}"
+
+    def qualified_sizes(self) -> dict[str, int]:
+        return {self.qualified(size): value for size, value in self.sizes.items()}
+
+    def _size(self, expression: Any, what: str) -> int:
+        value = _evaluate(expression, self.config, f"{self.where}: {what}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise SpecError(f"{self.where}: {what}: expected a whole number, found {value!r} ({expression})")
         return value
 
-    layers = size(data["layers"], "layers")
-    sizes = {axis: size(expression, f"sizes.{axis}") for axis, expression in data["sizes"].items()}
-    groups = {}
-    for group, table in data["groups"].items():
-        per = tuple(table.get("per", []))
-        batch = tuple(layers if index == "layer" else sizes[index] for index in per)
-        axis = _axis_of(group, data)
-        groups[group] = Group(group, table["kind"], axis, per, batch, 1 if axis is None else sizes[axis])
-    entries = []
-    for param, value in data["params"].items():
-        table = value if isinstance(value, dict) else {"axes": value}
-        if _evaluate(table.get("when", "true"), config, f"{name}: {param}"):
-            entries.append(Entry(param, parse_axes(table["axes"]), bool(table.get("optional", False))))
-    return SymmetrySpec(family, model_type, layers, sizes, groups, tuple(entries), data.get("aliases", {}))
+    def _groups(self, data: Mapping[str, Any]) -> dict[str, Group]:
+        groups = {}
+        for name, table in data["groups"].items():
+            if not _evaluate(table.get("when", "true"), self.config, f"{self.where}: groups.{name}"):
+                continue
+            per = tuple(table.get("per", []))
+            batch = tuple(self.layers if index == "layer" else self.sizes[index] for index in per)
+            axis = _axis_of(name, data)
+            size = 1 if axis is None else self.sizes[axis]
+            if table["kind"] == "rope_planes" and size != 2:
+                raise SpecError(f"{self.where}: groups.{name}: expected an axis of size 2, found {axis} of {size}")
+            # Nothing to act on (no rotary dimension, no expert), or only one place to be in.
+            if 0 in (size, *batch) or (table["kind"] == "permutation" and size == 1):
+                continue
+            qualified_per = tuple(index if index == "layer" else self.qualified(index) for index in per)
+            group = Group(
+                self.qualified(name), table["kind"], axis and self.qualified(axis), qualified_per, batch, size
+            )
+            groups[name] = group
+        return groups
+
+    def _bound_atom(self, atom: Atom, where: str) -> Atom:
+        """An atom in the names of the bound spec; a group that does not apply leaves its axis."""
+        actions = tuple((self.qualified(name), dual) for name, dual in atom.actions if name in self.groups)
+        if atom.name == "_" or atom.name.isdigit():
+            return Atom(atom.name, actions)
+        if atom.name in self.groups:
+            return Atom(self.qualified(atom.name), actions)
+        name = self.axis_of_group.get(atom.name) or atom.name
+        if name not in self.sizes:
+            raise SpecError(f"{where}: {atom.name} differs by stack, but the parameter belongs to none; state 'stack'")
+        return Atom(self.qualified(name), actions)
+
+    def entry(self, param: str, table: Mapping[str, Any]) -> Entry | None:
+        """The entry of a parameter in this stack, None where the configuration is without it."""
+        where = f"{self.where}: {param}"
+        condition = str(table.get("when", "true"))
+        layers: tuple[int, ...] = ()
+        if "{layer}" in param:
+            if self.layers and not re.search(r"\blayer\b", condition):
+                layers = tuple(range(self.layers)) if _evaluate(condition, self.config, where) else ()
+            else:
+                layers = tuple(
+                    layer
+                    for layer in range(self.layers)
+                    if _evaluate(condition, {**self.config, "layer": layer}, where)
+                )
+            if not layers:
+                return None
+        elif not _evaluate(condition, self.config, where):
+            return None
+        axes = rename_atoms(parse_axes(table["axes"]), lambda atom: self._bound_atom(atom, where))
+        index = next((index for index in _INDEX.findall(param) if index not in ("layer", "stack")), None)
+        return Entry(
+            param.replace("{stack}", str(self.key)),
+            axes,
+            bool(table.get("optional", False)),
+            None if self.key is None else str(self.key),
+            layers,
+            index and self.qualified(index),
+            table.get("naming"),
+        )

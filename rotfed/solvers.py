@@ -41,6 +41,20 @@ def orthogonal_procrustes(cross: Tensor, proper: bool = False, strength: float =
     return rotation
 
 
+def plane_procrustes(cross: Tensor, strength: float = 1.0) -> Tensor:
+    """Solve min_phi ||R(phi) S - A||_F over rotations of the plane, from the moment `cross = A S^T`.
+
+    Parameters: `cross` of shape `(..., 2, 2)`. Returns the angles, of shape `(...)`, in float64 radians.
+
+    phi = atan2(c_10 - c_01, c_00 + c_11): the argument of the inner product of S and A read as complex numbers.
+    """
+    cross = cross.double()
+    even = cross[..., 0, 0] + cross[..., 1, 1]
+    odd = cross[..., 1, 0] - cross[..., 0, 1]
+    pull = _proximal_weight(strength) + _NULL_SPACE_PULL
+    return torch.atan2(odd, even + pull * torch.hypot(even, odd))
+
+
 def identity_radius(anchor: Tensor) -> Tensor:
     """Half the distance from each row of `anchor` `(n, m)` to its nearest other row; shape `(n,)`, float64.
 
@@ -73,17 +87,20 @@ def linear_assignment(source: Tensor, anchor: Tensor, radius: Tensor | None = No
     identity = torch.arange(n, device=source.device)
     if radius is not None and bool(((source - anchor).square().sum(-1).sqrt() < radius).all()):
         return identity
-    gain = anchor @ source.mT
+    return assign(anchor @ source.mT, strength)
+
+
+def assign(gain: Tensor, strength: float = 1.0) -> Tensor:
+    """Solve max_p sum_i gain[i, p[i]] over permutations p, for `gain` of shape `(n, n)`. Returns p, `(n,)`, int64."""
+    identity = torch.arange(gain.shape[0], device=gain.device)
     largest = gain.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
-    gain = gain + (_proximal_weight(strength) + _NULL_SPACE_PULL) * largest * torch.eye(
-        n, dtype=torch.float64, device=source.device
-    )
-    best_row_of_source = gain.argmax(0)
-    if torch.equal(best_row_of_source, identity):
+    pull = (_proximal_weight(strength) + _NULL_SPACE_PULL) * largest
+    gain = gain + pull * torch.eye(gain.shape[0], dtype=torch.float64, device=gain.device)
+    if torch.equal(gain.argmax(0), identity):
         # Each source unit gains most at its own place, so no permutation gains more.
         return identity
     _, columns = linear_sum_assignment(gain.cpu().numpy(), maximize=True)
-    return torch.as_tensor(columns, device=source.device)
+    return torch.as_tensor(columns, device=gain.device)
 
 
 def optimal_scale(

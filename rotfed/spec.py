@@ -5,21 +5,30 @@ parameters into blocks, views on which the groups act, and refuses every mapping
 parameter that no entry names could be one that a group must move.
 """
 
+import fnmatch
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from rotfed.axes import Atom, Axis, Segment
+from rotfed.axes import ANY, Atom, Axis, Step, cuts, parts, size_of
 from rotfed.errors import SpecError
 from rotfed.groups import KINDS, Kind
+
+# What PEFT adds beside a backbone. Left alone it would go on acting in the frame that the backbone has left.
+_ADAPTER = re.compile(r"lora_|ia3_|vera_|hada_|lokr_|oft_|prompt_encoder|prompt_embeddings|prefix|adapt(er|ion)")
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of a bound spec: one element of kind `kind` on vectors of length `size` for every index in `batch`."""
+    """A group of a bound spec: one element of kind `kind` on vectors of length `size` for every index in `batch`.
+
+    Where a model has several stacks of layers, `name`, `axis` and `per` are qualified: `encoder.qk`.
+    """
 
     name: str
     kind_name: str
@@ -38,14 +47,32 @@ class Group:
         """Whether each layer has an element of its own; the layer is then the first index of the stack."""
         return "layer" in self.per
 
+    @property
+    def base_name(self) -> str:
+        """The group's name in the spec file, without the stack."""
+        return self.name.rsplit(".", 1)[-1]
+
+    def indexed_by(self, other: "Group") -> bool:
+        """Whether `other` permutes an index of this group, so that its elements change places with it."""
+        return other.kind_name == "permutation" and other.axis in self.per
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a spec's `[params]` that applies to the bound configuration."""
+    """One line of a spec's `[params]` that applies to the bound configuration.
+
+    `layers` are the layers that have the parameter, empty for one outside the layers. `index` is the size over which
+    the parameter is spread, one tensor for each expert; it is then the first axis. `naming` ties the entry to one set
+    of names, None for all of them.
+    """
 
     name: str
     axes: tuple[Axis, ...]
     optional: bool = False
+    stack: str | None = None
+    layers: tuple[int, ...] = ()
+    index: str | None = None
+    naming: str | None = None
 
     @property
     def layered(self) -> bool:
@@ -74,22 +101,41 @@ class Action:
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangular part of a parameter on which the same groups act throughout."""
+    """A part of a parameter on which the same groups act throughout, with one dimension for each atom of its axes.
 
-    param: str
+    `params` is one name, or the names that are stacked along a first dimension. `actions` come in the order in which
+    they are carried out: a permutation before the groups whose elements it indexes.
+    """
+
+    params: tuple[str, ...]
     layer: int | None
-    index: tuple[slice, ...]
+    steps: tuple[Step, ...]
     shape: tuple[int, ...]
     actions: tuple[Action, ...]
 
-    def read(self, params: Mapping[str, Tensor]) -> Tensor:
-        """The block of `params`, in the shape of its atoms."""
-        return params[self.param][self.index].reshape(self.shape)
+    def gather(self, params: Mapping[str, Tensor]) -> Tensor:
+        """The whole parameter, or the stack of those that stand for one."""
+        tensors = [params[name] for name in self.params]
+        return tensors[0] if len(tensors) == 1 and not self.stacked else torch.stack(tensors)
 
-    def write(self, params: Mapping[str, Tensor], value: Tensor) -> None:
-        """Overwrite the block of `params` in place with `value`, in the shape of its atoms."""
-        target = params[self.param][self.index]
-        target.copy_(value.reshape(target.shape))
+    @property
+    def stacked(self) -> bool:
+        """Whether the block lies in a stack of tensors, even of a single one."""
+        return self.steps[0] == STACKED
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The block as a view of what `gather` gave."""
+        for step in self.steps[1:] if self.stacked else self.steps:
+            parameter = parameter.narrow(step.dim, step.start, step.length).unflatten(step.dim, step.sizes)
+        return parameter
+
+    def read(self, params: Mapping[str, Tensor]) -> Tensor:
+        """The block of `params`."""
+        return self.view(self.gather(params))
+
+
+STACKED = Step(0, 0, 0, ())
+"""Leads the steps of a block whose tensors are stacked first."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +143,15 @@ class Resolution:
     """A spec laid over the names of one mapping.
 
     `names` maps the spec's name of each parameter to the one it has in the mapping, `blocks` come in the spec's
-    order, `left_alone` are the parameters of a task head, outside the backbone's `prefix`.
+    order, `stacks` are the stacks of layers that are there, `left_alone` the parameters of a task head, outside the
+    backbone's `prefix`.
     """
 
     prefix: str
     naming: str
     names: Mapping[str, str]
     blocks: tuple[Block, ...]
+    stacks: tuple[str | None, ...]
     left_alone: tuple[str, ...]
 
 
@@ -111,22 +159,30 @@ class Resolution:
 class SymmetrySpec:
     """The symmetries of one transformer: groups, and the axis string of every parameter of its backbone.
 
-    Bound to a configuration by `load_spec`; holds no parameter. `sizes` are the axis sizes by name, `groups` the
-    groups by name, `entries` the parameters in the names of the newest transformers, `aliases` older names.
+    Bound to a configuration by `load_spec`; holds no parameter. `layers` holds the number of layers of each stack (an
+    encoder, a decoder, a tower; None where there is one), `sizes` the axis sizes by name, `groups` the groups by
+    name, those that index others first, `entries` the parameters in the names of the newest transformers, `aliases`
+    older names, `untouched` patterns of parameters in which no symmetry is used.
     """
 
     family: str
     model_type: str
-    num_layers: int
+    layers: Mapping[str | None, int]
     sizes: Mapping[str, int]
     groups: Mapping[str, Group]
     entries: tuple[Entry, ...]
     aliases: Mapping[str, Mapping[str, str]]
+    untouched: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
         """The file that the spec was read from, as messages name it."""
         return f"specs/{self.family}.toml"
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers, of the longest stack where there are several."""
+        return max(self.layers.values())
 
     def without(self, *names: str) -> "SymmetrySpec":
         """A copy that lacks the entries of the given names; for showing that a check would notice."""
@@ -134,17 +190,21 @@ class SymmetrySpec:
         return replace(self, entries=kept)
 
     def select_groups(self, names: Iterable[str] | None) -> tuple[str, ...]:
-        """The chosen groups in the spec's order, all where `names` is None. Raises SpecError for an unknown one."""
+        """The chosen groups in the spec's order, all where `names` is None. Raises SpecError for an unknown one.
+
+        A name without its stack (`qk`) chooses the group in every stack (`encoder.qk`, `decoder.qk`).
+        """
         if names is None:
             return tuple(self.groups)
         if isinstance(names, str):
             raise SpecError(f"groups: expected a list of names, found the string {names!r}; write [{names!r}]")
-        chosen = set(names)
-        if unknown := sorted(chosen - set(self.groups)):
+        chosen = {str(name) for name in names}
+        known = {known for group in self.groups.values() for known in (group.name, group.base_name)}
+        if unknown := sorted(chosen - known):
             raise SpecError(
                 f"groups: {', '.join(unknown)} not in {self.source}; expected some of {', '.join(self.groups)}"
             )
-        return tuple(name for name in self.groups if name in chosen)
+        return tuple(group.name for group in self.groups.values() if {group.name, group.base_name} & chosen)
 
     def select_layers(self, layers: Iterable[int] | None) -> tuple[int, ...]:
         """The chosen layers in order, all where `layers` is None. Raises SpecError for one the model lacks."""
@@ -152,10 +212,10 @@ class SymmetrySpec:
             return tuple(range(self.num_layers))
         if isinstance(layers, str | int):
             raise SpecError(f"layers: expected layer numbers, found {layers!r}; write [0] or range(2)")
-        chosen = sorted(set(layers))
-        if wrong := [layer for layer in chosen if not (isinstance(layer, int) and 0 <= layer < self.num_layers)]:
+        chosen = list(dict.fromkeys(layers))
+        if wrong := [layer for layer in chosen if type(layer) is not int or not 0 <= layer < self.num_layers]:
             raise SpecError(f"layers: {wrong} not in the model; expected numbers from 0 to {self.num_layers - 1}")
-        return tuple(chosen)
+        return tuple(sorted(chosen))
 
     def components(self, groups: Iterable[str]) -> list[tuple[str, ...]]:
         """Sort groups into sets that share no parameter: each set can be solved on its own, exactly."""
@@ -173,69 +233,121 @@ class SymmetrySpec:
         """Lay the spec over `params`, a mapping from parameter names to tensors.
 
         Names may carry any prefix (a bare backbone, a task model, a wrapper); what stands outside the prefix is a
-        task head and left alone. Raises SpecError for a parameter that is missing, unknown, misshapen, or held in
-        a type that no group can act on.
+        task head and left alone. A stack of layers of which nothing is there (the encoder of an encoder-decoder on
+        its own) is left out. Raises SpecError for a parameter that is missing, unknown, misshapen, shared with
+        another one, or held in a type that no group can act on.
         """
-        prefix, naming = self._locate(params)
+        prefix, naming = self.locate(params)
         blocks: list[Block] = []
         names: dict[str, str] = {}
+        stacks = tuple(stack for stack in self.layers if self._has_stack(stack, prefix, naming, params))
         for entry in self.entries:
-            for layer in range(self.num_layers) if entry.layered else (None,):
-                name = prefix + self._rename(entry.name, naming).replace("{layer}", str(layer))
-                if name not in params:
-                    if entry.optional:
-                        continue
+            if entry.naming not in (None, naming) or (entry.stack is not None and entry.stack not in stacks):
+                continue
+            for layer in entry.layers if entry.layered else (None,):
+                spread = self._spread(entry, layer)
+                present = {spec_name: prefix + self._rename(spec_name, naming, layer) for spec_name in spread}
+                missing = [name for name in present.values() if name not in params]
+                if missing and entry.optional:
+                    continue
+                if missing:
                     raise SpecError(
-                        f"{name}: expected by {self.source}, not found among the parameters; pass a whole state dict "
-                        "of the model that the configuration describes"
+                        f"{missing[0]}: expected by {self.source}, not found among the parameters; pass a whole state "
+                        "dict of the model that the configuration describes"
                     )
-                names[entry.name.replace("{layer}", str(layer))] = name
-                blocks.extend(self._blocks(entry, name, layer, params[name]))
+                names.update(present)
+                blocks.extend(self._blocks(entry, tuple(present.values()), layer, params))
         known = set(names.values())
         inside = [name for name in params if name.startswith(prefix) and name not in known]
-        if inside:
+        for name in inside:
+            bare = name.removeprefix(prefix)
+            if any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.untouched):
+                names[bare] = name
+                known.add(name)
+        if inside := [name for name in inside if name not in known]:
             more = f" (and {len(inside) - 1} more)" if len(inside) > 1 else ""
             raise SpecError(
                 f"{inside[0]}: no entry in {self.source}{more}; the architecture differs from the family's, so rotfed "
                 f"refuses it: add an entry, then run 'rotfed check'"
             )
         left_alone = tuple(name for name in params if not name.startswith(prefix))
-        return Resolution(prefix, naming, names, tuple(blocks), left_alone)
+        if adapters := [name for name in left_alone if _ADAPTER.search(name)]:
+            raise SpecError(
+                f"{adapters[0]}: an adapter's parameter beside the backbone would stay behind in the old frame; merge "
+                "the adapter into the model first, or federate the adapter alone"
+            )
+        _check_storage(blocks, params)
+        return Resolution(prefix, naming, names, tuple(blocks), stacks, left_alone)
 
-    def _locate(self, params: Mapping[str, Tensor]) -> tuple[str, str]:
-        """The prefix and the naming under which the spec's first layered parameter is found."""
-        layered = [entry.name for entry in self.entries if entry.layered and not entry.optional]
+    def locate(self, params: Mapping[str, Tensor]) -> tuple[str, str]:
+        """The prefix and the naming under which most of the spec's parameters are found in `params`."""
         found: list[tuple[str, str]] = []
         probes = []
         for naming in self.namings():
-            probe = self._rename(layered[0], naming).replace("{layer}", "0")
-            probes.append(probe)
-            for name in params:
-                if name == probe or name.endswith("." + probe):
-                    found.append((name[: len(name) - len(probe)], naming))
-        if len(found) == 1:
-            return found[0]
+            for stack in self.layers:
+                entries = [entry for entry in self.entries if entry.stack == stack and entry.layers]
+                entry = next((e for e in entries if not e.optional and e.naming in (None, naming)), None)
+                if entry is None:
+                    continue
+                probe = self._rename(self._spread(entry, entry.layers[0])[0], naming, entry.layers[0])
+                probes.append(probe)
+                for name in params:
+                    if name == probe or name.endswith("." + probe):
+                        found.append((name[: len(name) - len(probe)], naming))
         if not found:
             raise SpecError(
-                f"no parameter is named {' or '.join(probes)}, with or without prefix, so {self.source} does not fit; "
-                f"found e.g. {', '.join(itertools.islice(params, 3)) or 'no parameter at all'}"
+                f"no parameter is named {' or '.join(dict.fromkeys(probes))}, with or without prefix, so {self.source} "
+                f"does not fit; found e.g. {', '.join(itertools.islice(params, 3)) or 'no parameter at all'}"
             )
-        raise SpecError(
-            f"{self.source} fits in more than one place: under the prefixes "
-            f"{', '.join(repr(prefix) for prefix, _ in found)}; pass the parameters of one backbone"
+        fits = {
+            (prefix, naming): sum(prefix + name in params for name in self.names(naming)) for prefix, naming in found
+        }
+        best = [place for place in fits if fits[place] == max(fits.values())]
+        if len(prefixes := {prefix for prefix, _ in best}) > 1:
+            raise SpecError(
+                f"{self.source} fits in more than one place: under the prefixes "
+                f"{', '.join(map(repr, sorted(prefixes)))}; pass the parameters of one backbone"
+            )
+        return best[0]
+
+    def names(self, naming: str = "current") -> Iterator[str]:
+        """Every name that the spec has for a parameter, in the given naming and without prefix."""
+        for entry in self.entries:
+            if entry.naming in (None, naming):
+                for layer in entry.layers if entry.layered else (None,):
+                    for name in self._spread(entry, layer):
+                        yield self._rename(name, naming, layer)
+
+    def _has_stack(self, stack: str | None, prefix: str, naming: str, params: Mapping[str, Tensor]) -> bool:
+        if stack is None:
+            return True
+        return any(
+            prefix + self._rename(self._spread(entry, layer)[0], naming, layer) in params
+            for entry in self.entries
+            if entry.stack == stack and entry.naming in (None, naming)
+            for layer in entry.layers
         )
+
+    def _spread(self, entry: Entry, layer: int | None) -> list[str]:
+        """The spec's names of an entry's parameters in one layer: one, or one for each expert."""
+        name = entry.name if layer is None else entry.name.replace("{layer}", str(layer))
+        if entry.index is None:
+            return [name]
+        base = entry.index.rsplit(".", 1)[-1]
+        return [name.replace(f"{{{base}}}", str(number)) for number in range(self._atom_size(Atom(entry.index)))]
 
     def namings(self) -> tuple[str, ...]:
         """The sets of names that the spec knows: the newest transformers first, then the aliases."""
-        return ("current", *self.aliases)
+        tied = [entry.naming for entry in self.entries if entry.naming is not None]
+        return tuple(dict.fromkeys(["current", *self.aliases, *tied]))
 
-    def _rename(self, name: str, naming: str) -> str:
-        if naming == "current":
-            return name
-        table = self.aliases[naming]
+    def _rename(self, name: str, naming: str, layer: int | None = None) -> str:
+        table = self.aliases.get(naming, {})
+        number = "{layer}" if layer is None else str(layer)
         for new in sorted(table, key=len, reverse=True):
-            if name.startswith(new):
-                return table[new] + name[len(new) :]
+            if name.startswith(new.replace("{layer}", number)):
+                start, end = new.replace("{layer}", number), table[new].replace("{layer}", number)
+                return end + name[len(start) :]
         return name
 
     def rename(self, name: str, naming: str) -> str:
@@ -251,80 +363,81 @@ class SymmetrySpec:
             return self.sizes[atom.name]
         return int(atom.name)
 
-    def _blocks(self, entry: Entry, name: str, layer: int | None, tensor: Tensor) -> list[Block]:
-        """Check a parameter's shape and type against its axis string and cut it into the blocks that groups act on."""
-        expected = [_axis_size(axis, self._atom_size) for axis in entry.axes]
-        found = list(tensor.shape)
-        if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
-            shown = ", ".join("any" if e is None else str(e) for e in expected)
-            raise SpecError(
-                f"{name}: expected shape ({shown}) from {self.source}, found {tuple(found)}; "
-                "pass the configuration that the parameters were made with"
-            )
-        if not any(acting_groups(part, self.groups) for part in parts(entry.axes)):
+    def _blocks(
+        self, entry: Entry, names: tuple[str, ...], layer: int | None, params: Mapping[str, Tensor]
+    ) -> list[Block]:
+        """Check shape and type of a parameter against its axis string and cut it into blocks that groups act on."""
+        axes = entry.axes if entry.index is None else entry.axes[1:]
+        expected = [None if axis == ANY else size_of(axis, self._atom_size) for axis in axes]
+        acted_on = any(acting_groups(part, self.groups) for part in parts(entry.axes))
+        for name in names:
+            tensor = params[name]
+            found = list(tensor.shape)
+            if len(found) != len(expected) or any(e not in (None, f) for e, f in zip(expected, found, strict=True)):
+                shown = ", ".join("any" if e is None else str(e) for e in expected)
+                raise SpecError(
+                    f"{name}: expected shape ({shown}) from {self.source}, found {tuple(found)}; "
+                    "pass the configuration that the parameters were made with"
+                )
+            if acted_on and (not tensor.is_floating_point() or tensor.element_size() < 2):
+                raise SpecError(
+                    f"{name}: expected float16, bfloat16, float32 or float64, found {tensor.dtype}; rotfed cannot "
+                    "rotate quantised weights: dequantise the model first"
+                )
+        if not acted_on:
             return []
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise SpecError(
-                f"{name}: expected float16, bfloat16, float32 or float64, found {tensor.dtype}; rotfed cannot rotate "
-                "quantised weights: dequantise the model first"
-            )
+        shape = list(params[names[0]].shape) if entry.index is None else [len(names), *params[names[0]].shape]
+        lead = () if entry.index is None else (STACKED,)
+
+        def any_or_size(atom: Atom, dim: int) -> int:
+            return shape[dim] if atom == ANY[0] else self._atom_size(atom)
+
+        # From the last axis to the first, so that the dimensions still to be cut keep their numbers.
+        found_parts: list[tuple[tuple[Atom, ...], tuple[Step, ...]]] = [((), lead)]
+        for dim in reversed(range(len(shape))):
+            pieces = cuts(entry.axes[dim], dim, lambda atom, dim=dim: any_or_size(atom, dim))  # type: ignore[misc]
+            found_parts = [
+                ((*atoms, *later), (*before, *steps)) for later, before in found_parts for atoms, steps in pieces
+            ]
         blocks = []
-        cuts = [self._cut(axis, size) for axis, size in zip(entry.axes, tensor.shape, strict=True)]
-        for cut in itertools.product(*cuts):
-            atoms = [atom for segment, _, _ in cut for atom in segment]
-            shape = tuple(size for _, _, sizes in cut for size in sizes)
-            if actions := self._actions(atoms, shape):
-                blocks.append(Block(name, layer, tuple(span for _, span, _ in cut), shape, actions))
+        for atoms, steps in found_parts:
+            block = Block(names, layer, steps, (), ())
+            sizes = tuple(block.view(torch.empty(shape, device="meta")).shape)
+            if actions := self._actions(atoms, sizes):
+                blocks.append(replace(block, shape=sizes, actions=actions))
         return blocks
 
-    def _cut(self, axis: Axis, size: int) -> list[tuple[Segment, slice, tuple[int, ...]]]:
-        """Each segment of an axis with the range of indices that it takes and the sizes of its atoms."""
-        if _is_any(axis):
-            return [(axis[0], slice(0, size), (size,))]
-        cuts = []
-        start = 0
-        for segment in axis:
-            stop = start + _segment_size(segment, self._atom_size)
-            cuts.append((segment, slice(start, stop), tuple(self._atom_size(atom) for atom in segment)))
-            start = stop
-        return cuts
-
-    def _actions(self, atoms: list[Atom], shape: tuple[int, ...]) -> tuple[Action, ...]:
-        actions = []
+    def _actions(self, atoms: tuple[Atom, ...], shape: tuple[int, ...]) -> tuple[Action, ...]:
+        axes = [self.groups[atom.name].axis if atom.name in self.groups else atom.name for atom in atoms]
+        found: dict[str, Action] = {}
         for position, atom in enumerate(atoms):
             own = [(atom.name, False)] if atom.name in self.groups else []
             for group_name, dual in [*own, *atom.actions]:
                 group = self.groups[group_name]
-                names = [a.name for a in atoms]
-                batch = [names.index(size) for size in group.per if size != "layer"]
+                batch = [axes.index(index) for index in group.per if index != "layer"]
                 acted = batch + ([] if group.axis is None else [position])
                 rest = [i for i in range(len(shape)) if i not in acted]
-                per_layer = tuple(shape[i] for i in batch)
                 columns = math.prod(shape[i] for i in rest)
-                unfolded = (*per_layer, group.size, columns)
-                actions.append(Action(group, dual, (*acted, *rest), unfolded))
-        return tuple(actions)
+                unfolded = (*(shape[i] for i in batch), group.size, columns)
+                found[group_name] = Action(group, dual, (*acted, *rest), unfolded)
+        return tuple(found[name] for name in self.groups if name in found)
 
 
-def parts(axes: tuple[Axis, ...]) -> Iterator[tuple[Segment, ...]]:
-    """The rectangular parts of a parameter: one segment of every axis, in all combinations."""
-    return itertools.product(*axes)
-
-
-def acting_groups(part: tuple[Segment, ...], groups: Collection[str]) -> set[str]:
+def acting_groups(part: tuple[Atom, ...], groups: Collection[str]) -> set[str]:
     """The names of the groups that act on a part of a parameter, directly or by their dual."""
-    atoms = [atom for segment in part for atom in segment]
-    return {atom.name for atom in atoms if atom.name in groups} | {g for atom in atoms for g, _ in atom.actions}
+    return {atom.name for atom in part if atom.name in groups} | {g for atom in part for g, _ in atom.actions}
 
 
-def _is_any(axis: Axis) -> bool:
-    return axis == ((Atom("_"),),)
-
-
-def _axis_size(axis: Axis, atom_size: Callable[[Atom], int]) -> int | None:
-    """The size of an axis, None where any will do."""
-    return None if _is_any(axis) else sum(_segment_size(segment, atom_size) for segment in axis)
-
-
-def _segment_size(segment: Segment, atom_size: Callable[[Atom], int]) -> int:
-    return math.prod(atom_size(atom) for atom in segment)
+def _check_storage(blocks: Iterable[Block], params: Mapping[str, Tensor]) -> None:
+    """Refuse two parameters that are one tensor: moved apart they could not be tied again."""
+    owners: dict[int, str] = {}
+    for name in dict.fromkeys(name for block in blocks for name in block.params):
+        tensor = params[name]
+        if tensor.is_meta or not tensor.numel():
+            continue
+        owner = owners.setdefault(tensor.data_ptr(), name)
+        if owner != name:
+            raise SpecError(
+                f"{name}: shares its values with {owner}, and each would be moved in a way of its own; rotfed does "
+                "not align models that tie these parameters: untie them by a copy first"
+            )

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from rotfed.errors import TransformError
-from rotfed.spec import Action, Block, SymmetrySpec
+from rotfed.spec import Action, Block, Group, SymmetrySpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Transform:
     """A change of a model's weights that keeps its function.
 
     `elements` holds, for each group of `spec`, its elements stacked over the group's index: `(layers, heads,
     head_dim, head_dim)` for the rotation of each head, `(layers, d_ff)` for a permutation. Groups that are missing
-    stay as they are. Raises TransformError unless every element is a member of its group.
+    stay as they are. Permutations act before the groups whose elements they index: a head's rotation belongs to the
+    place that the head has afterwards. Raises TransformError unless every element is a member of its group.
     """
 
     spec: SymmetrySpec
@@ -39,15 +40,18 @@ class Transform:
         group acts are the very same objects. Raises SpecError where the spec does not fit `params`.
         """
         moved = dict(params)
-        wide: dict[str, Tensor] = {}
+        wide: dict[tuple[str, ...], Tensor] = {}
         for block in self.spec.resolve(params).blocks:
             if not any(action.group.name in self.elements for action in block.actions):
                 continue
-            if block.param not in wide:
-                wide[block.param] = to_work(params[block.param]).clone()
-            block.write(wide, act(block.read(wide), block, self._elements_on(wide[block.param].device)))
-        for name, tensor in wide.items():
-            moved[name] = tensor.to(device=params[name].device, dtype=params[name].dtype)
+            if block.params not in wide:
+                wide[block.params] = to_work(block.gather(params)).clone(memory_format=torch.contiguous_format)
+            view = block.view(wide[block.params])
+            view.copy_(act(view, block, self._elements_on(view.device)))
+        for names, tensor in wide.items():
+            parts = tensor if len(names) > 1 else [tensor.reshape(params[names[0]].shape)]
+            for name, part in zip(names, parts, strict=True):
+                moved[name] = part.to(device=params[name].device, dtype=params[name].dtype)
         return moved
 
     def _elements_on(self, device: torch.device) -> dict[str, Tensor]:
@@ -60,17 +64,39 @@ class Transform:
     def inverse(self) -> "Transform":
         """The transform that undoes this one."""
         groups = self.spec.groups
-        return Transform(self.spec, {name: groups[name].kind.inverse(e) for name, e in self.elements.items()})
+        undone: dict[str, Tensor] = {}
+        # T = D P with P permuting the index of D: the inverse is P^-1 D^-1 = (P^-1 D^-1 P) P^-1, innermost P first.
+        plain = {name: groups[name].kind.inverse(element) for name, element in self.elements.items()}
+        for name, element in plain.items():
+            for by in reversed([groups[other] for other in groups if other in plain]):
+                if groups[name].indexed_by(by):
+                    element = reindex(element, groups[name], by, plain[by.name])
+            undone[name] = element
+        return Transform(self.spec, undone)
 
     def compose(self, other: "Transform") -> "Transform":
         """This transform after `other`: `a.compose(b).apply(x)` equals `a.apply(b.apply(x))`."""
         if other.spec != self.spec:
             raise TransformError("compose: the two transforms belong to different specs; build both from one spec")
-        composed = {**other.elements, **self.elements}
-        for name in set(self.elements) & set(other.elements):
-            later, earlier = self.elements[name], other.elements[name]
-            composed[name] = self.spec.groups[name].kind.compose(later, earlier)
+        groups = self.spec.groups
+        composed = dict(self.elements)
+        for name, element in other.elements.items():
+            # D2 P2 D1 P1 = D2 (P2 D1 P2^-1) P2 P1.
+            for by in (groups[later] for later in groups if later in self.elements):
+                if groups[name].indexed_by(by):
+                    element = reindex(element, groups[name], by, self.elements[by.name])
+            composed[name] = groups[name].kind.compose(composed[name], element) if name in composed else element
         return Transform(self.spec, composed)
+
+
+def reindex(element: Tensor, group: Group, by: Group, permutation: Tensor) -> Tensor:
+    """The stacked elements of `group` after `permutation`, an element of `by`, has moved the index that they share."""
+    dim = group.per.index(by.axis or "")
+    shape = [1] * element.ndim
+    for position, index in enumerate(by.per):
+        shape[group.per.index(index)] = by.batch[position]
+    shape[dim] = by.size
+    return element.take_along_dim(permutation.to(element.device).reshape(shape), dim)
 
 
 def identity_transform(spec: SymmetrySpec) -> Transform:

@@ -1,140 +1,40 @@
-"""Tiny real transformers models of every family that rotfed has a spec for, and what tests do with them."""
+"""What several tests do with the small models of `rotfed.examples`, and a spec of no real architecture."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-from rotfed.checks import randomize, relative_change
+from rotfed.checks import outputs, relative_change
+from rotfed.examples import examples
 from rotfed.library import bind_spec, load_spec, parse_spec_file
 from rotfed.spec import SymmetrySpec
 from rotfed.transform import to_work
 
-_TEXT = {
-    "vocab_size": 30,
-    "hidden_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 10,
-    "max_position_embeddings": 20,
-}
-_IMAGE = {
-    "hidden_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 10,
-    "image_size": 8,
-    "patch_size": 4,
-    "num_channels": 1,
-}
-_DEBERTA = {
-    **_TEXT,
-    "relative_attention": True,
-    "pos_att_type": ["p2c", "c2p"],
-    "position_biased_input": False,
-    "type_vocab_size": 0,
-    "pad_token_id": 0,
-}
-_DEBERTA_V3 = {**_DEBERTA, "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_buckets": 6}
-_MASKED_LM = transformers.AutoModelForMaskedLM
-_CLASSIFIER = transformers.AutoModelForSequenceClassification
+EXAMPLES = examples()
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """One variant of an architecture: its configuration and the task heads to test beside the bare backbone."""
-
-    model_type: str
-    values: Mapping[str, Any]
-    heads: tuple[Any, ...] = (_CLASSIFIER,)
-
-    def config(self, **changes: Any) -> Any:
-        """A transformers configuration of the variant."""
-        return transformers.AutoConfig.for_model(self.model_type, **{**self.values, **changes})
-
-    def model(self, head: Any = transformers.AutoModel, seed: int = 0, **changes: Any) -> nn.Module:
-        """A model of the variant with random weights, norms and biases."""
-        built = head.from_config(self.config(**changes))
-        return randomize(built, torch.Generator().manual_seed(seed)).eval()
-
-
-ARCHITECTURES = {
-    "vit": Architecture("vit", _IMAGE, (transformers.AutoModelForImageClassification,)),
-    "vit-no-qkv-bias": Architecture(
-        "vit", {**_IMAGE, "qkv_bias": False, "pooler_output_size": 7}, (transformers.AutoModelForMaskedImageModeling,)
-    ),
-    "bert": Architecture("bert", _TEXT, (_CLASSIFIER, _MASKED_LM)),
-    "roberta": Architecture("roberta", _TEXT, (_CLASSIFIER, _MASKED_LM)),
-    "distilbert": Architecture(
-        "distilbert",
-        {
-            "vocab_size": 30,
-            "dim": 12,
-            "n_layers": 2,
-            "n_heads": 3,
-            "hidden_dim": 10,
-            "max_position_embeddings": 20,
-        },
-        (_CLASSIFIER, _MASKED_LM),
-    ),
-    "electra": Architecture("electra", {**_TEXT, "embedding_size": 8}, (_CLASSIFIER, _MASKED_LM)),
-    "electra-no-project": Architecture("electra", {**_TEXT, "embedding_size": 12}),
-    "deberta-v2": Architecture("deberta-v2", _DEBERTA, (_CLASSIFIER, _MASKED_LM)),
-    "deberta-v2-c2p": Architecture("deberta-v2", {**_DEBERTA, "pos_att_type": ["c2p"]}),
-    "deberta-v2-p2c": Architecture("deberta-v2", {**_DEBERTA, "pos_att_type": "p2c"}),
-    "deberta-v2-no-pos-att": Architecture("deberta-v2", {**_DEBERTA, "pos_att_type": None}),
-    "deberta-v2-conv": Architecture("deberta-v2", {**_DEBERTA_V3, "conv_kernel_size": 3, "conv_act": "gelu"}),
-    "deberta-v2-absolute": Architecture(
-        "deberta-v2",
-        {**_DEBERTA, "relative_attention": False, "pos_att_type": None, "position_biased_input": True},
-    ),
-    "deberta-v2-embed-proj": Architecture("deberta-v2", {**_DEBERTA, "embedding_size": 8, "type_vocab_size": 2}),
-    "deberta-v3": Architecture("deberta-v2", _DEBERTA_V3, (_CLASSIFIER, _MASKED_LM)),
-    "deberta-v3-c2p": Architecture("deberta-v2", {**_DEBERTA_V3, "pos_att_type": ["c2p"]}),
-    "gpt2": Architecture(
-        "gpt2",
-        {"vocab_size": 30, "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 20, "pad_token_id": 0},
-        (transformers.AutoModelForCausalLM, _CLASSIFIER),
-    ),
-    "gpt2-n-inner": Architecture(
-        "gpt2",
-        {
-            "vocab_size": 30,
-            "n_embd": 12,
-            "n_layer": 2,
-            "n_head": 3,
-            "n_positions": 20,
-            "n_inner": 10,
-            "scale_attn_by_inverse_layer_idx": True,
-        },
-        (transformers.AutoModelForCausalLM,),
-    ),
-}
-
-FAMILIES = ("vit", "bert", "roberta", "distilbert", "electra", "deberta-v2", "deberta-v3", "gpt2")
+# One of each kind of layout, for what is too slow or too much alike to be tried on all.
+FAMILIES = ("vit", "bert", "distilbert", "electra", "deberta-v2", "deberta-v3", "gpt2", "llama-biases-wide-heads")
 
 
 @cache
 def cached_model(name: str) -> nn.Module:
-    """The bare backbone of an architecture in float64, built once; tests must not change it."""
-    return ARCHITECTURES[name].model().double()
+    """The bare backbone of an example in float64, built once; tests must not change it."""
+    return EXAMPLES[name].model().double()
 
 
 @cache
 def cached_spec(name: str) -> SymmetrySpec:
-    """The bound spec of an architecture."""
-    return load_spec(ARCHITECTURES[name].config())
+    """The bound spec of an example."""
+    return load_spec(EXAMPLES[name].config())
 
 
 def backbone(name: str, seed: int = 0) -> tuple[SymmetrySpec, dict[str, Tensor]]:
-    """The bound spec of an architecture and float64 parameters of its backbone."""
+    """The bound spec of an example and float64 parameters of its backbone."""
     if seed == 0:
         return cached_spec(name), copied(cached_model(name).state_dict())
-    return cached_spec(name), dict(ARCHITECTURES[name].model(seed=seed).double().state_dict())
+    return cached_spec(name), dict(EXAMPLES[name].model(seed=seed).double().state_dict())
 
 
 _SMALL = """
@@ -215,13 +115,6 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 def assert_recovers(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:
     """Fail unless `found` is within `tolerance` of `expected`, relative to the norm of `expected`."""
     assert distance(found, expected) <= tolerance * norm(expected)
-
-
-def outputs(model: nn.Module, params: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The floating-point tensors that `model` computes with `params` in place of its own."""
-    with torch.no_grad():
-        found = torch.func.functional_call(model, dict(params), kwargs=dict(inputs), tie_weights=False)
-    return {name: x for name, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
 def change_of_function(

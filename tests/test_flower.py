@@ -36,10 +36,10 @@ import rotfed
 from rotfed.errors import AlignmentError, RecordError
 from rotfed.flower import AlignedStrategy, RotFedAvg, align_mod, to_record, to_state_dict
 from simulations.grid import InProcessGrid
-from tests.models import ARCHITECTURES
+from tests.models import EXAMPLES
 
 CLIENTS = 7
-MODEL = ARCHITECTURES["vit"].model()
+MODEL = EXAMPLES["vit"].model()
 SPEC = rotfed.load_spec(MODEL)
 THETA = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
 
@@ -117,7 +117,7 @@ def test_plain_fedavg_loses_turned_copies() -> None:
     plain = to_state_dict(run(FedAvg(), TURNED).arrays)
     assert relative_distance(plain, THETA) > 0.3
     pixels = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    model = ARCHITECTURES["vit"].model(ARCHITECTURES["vit"].heads[0])
+    model = EXAMPLES["vit"].model("AutoModelForImageClassification")
     spec, theta = rotfed.load_spec(model), model.state_dict()
     app = client_app(
         lambda message, partition: reply_to(
@@ -277,7 +277,7 @@ def test_types_and_shapes_come_back_exactly(dtype: torch.dtype) -> None:
 
 
 def test_tied_weights_stay_tied_under_noise() -> None:
-    model = ARCHITECTURES["gpt2"].model(ARCHITECTURES["gpt2"].heads[0])
+    model = EXAMPLES["gpt2"].model("AutoModelForCausalLM")
     theta = {n: t.clone() for n, t in model.state_dict().items()}
     spec = rotfed.load_spec(model)
     theta["copy_of_head.weight"] = theta["transformer.wte.weight"].clone()

@@ -19,8 +19,9 @@ from flwr.serverapp.strategy import (
 )
 from torch import Tensor
 
-from rotfed.align import Alignment, Anchor, check_options
+from rotfed.align import Alignment, check_options
 from rotfed.anchors import ANCHORS, align_all
+from rotfed.descent import Anchor
 from rotfed.errors import AlignmentError, RecordError, SpecError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, match_params, record_key, sort_replies

@@ -1,0 +1,75 @@
+"""Which spec comes closest to a model that none describes, and what a file of its own would have to state."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rotfed.library import spec_files
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+_PLACEHOLDER = re.compile(r"\{\w+\}")
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The spec file that shares most parameter names with a model.
+
+    Names are patterns: every number is a `*`. `matched` and `unmatched` are the model's, without prefix and with, each
+    with the shape of its first tensor; `lacking` are the spec's that the model does not have.
+    """
+
+    family: str
+    model_types: tuple[str, ...]
+    matched: Mapping[str, tuple[int, ...]]
+    unmatched: Mapping[str, tuple[int, ...]]
+    lacking: tuple[str, ...]
+
+
+def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
+    """The spec whose parameter names fit `params` best, by the share of names in common; None where none is shared.
+
+    Only names are compared: a spec that fits here still has to be proved by `check_spec`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in params.items():
+        shapes.setdefault(_NUMBER.sub("*", name), tuple(tensor.shape))
+    best: tuple[float, Nearest] | None = None
+    for family, data in spec_files().items():
+        for patterns in _namings(data["params"], data.get("aliases", {})):
+            found = {name: hit for name in shapes if (hit := _suffix_in(name, patterns))}
+            if not found:
+                continue
+            overlap = 2 * len(found) / (len(shapes) + len(patterns))
+            if best is None or overlap > best[0]:
+                nearest = Nearest(
+                    family,
+                    tuple(data["model_type"]),
+                    {hit: shapes[name] for name, hit in found.items()},
+                    {name: shape for name, shape in shapes.items() if name not in found},
+                    tuple(sorted(patterns - set(found.values()))),
+                )
+                best = overlap, nearest
+    return best[1] if best else None
+
+
+def _namings(params: Iterable[str], aliases: Mapping[str, Mapping[str, str]]) -> Iterable[set[str]]:
+    """The patterns of a spec file's parameters in each of its namings."""
+    names = list(params)
+    yield {_PLACEHOLDER.sub("*", name) for name in names}
+    for table in aliases.values():
+        renamed = set()
+        for name in names:
+            start = max((new for new in table if name.startswith(new)), key=len, default=None)
+            renamed.add(_PLACEHOLDER.sub("*", name if start is None else table[start] + name[len(start) :]))
+        yield renamed
+
+
+def _suffix_in(name: str, patterns: Collection[str]) -> str | None:
+    """The longest end of a dotted name that is one of `patterns`."""
+    while name not in patterns:
+        if "." not in name:
+            return None
+        name = name.split(".", 1)[1]
+    return name

@@ -1,0 +1,229 @@
+"""One test over every spec that rotfed ships: it keeps the function of the real model class, and a faulty one shows.
+
+The models are tiny, randomly initialised, with random norms and biases: `[tiny]` and `[[examples]]` of the spec files.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import rotfed
+from rotfed.checks import example_inputs, unsettling_transform
+from rotfed.examples import Example, examples
+from rotfed.library import load_spec, supported_model_types
+from rotfed.spec import Block, Resolution, SymmetrySpec
+from rotfed.transform import to_work
+from tests.models import assert_recovers, assert_same, change_of_function, norm
+
+EXAMPLES = examples()
+BARE_AND_HEADS = [(name, head) for name, example in EXAMPLES.items() for head in example.classes]
+every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=lambda example: example.name)
+
+
+@cache
+def cached_model(example: str) -> nn.Module:
+    """The backbone of an example in float64; tests must not change it."""
+    return EXAMPLES[example].model().double()
+
+
+def backbone(example: Example) -> tuple[SymmetrySpec, dict[str, Tensor]]:
+    model = cached_model(example.name)
+    return load_spec(model), dict(model.state_dict())
+
+
+def test_every_model_type_has_an_example() -> None:
+    assert {example.model_type for example in EXAMPLES.values()} == set(supported_model_types())
+
+
+@pytest.mark.parametrize(("name", "head"), BARE_AND_HEADS)
+def test_random_transforms_keep_the_function(name: str, head: str) -> None:
+    model = EXAMPLES[name].model(head)
+    spec = load_spec(model)
+    # All groups at once and each alone; raises where a change exceeds 1e-12 in float64, 1e-5 in float32.
+    assert 0 < rotfed.check_spec(spec, model) <= 1e-12
+    assert 0 < rotfed.check_spec(spec, model, torch.float32) <= 1e-5
+
+
+@every_example
+def test_alignment_recovers_a_transformed_model_and_keeps_an_aligned_one(
+    example: Example, generator: torch.Generator
+) -> None:
+    spec, theta = backbone(example)
+    moved = rotfed.random_transform(spec, generator).apply(theta)
+    alignment = rotfed.align(moved, theta, spec)
+    assert alignment.distance_before > 0.1 * norm(theta)
+    assert_recovers(alignment.params, theta)
+    assert_recovers(alignment.transform.apply(moved), alignment.params, 1e-12)
+    assert_recovers(alignment.transform.inverse().apply(alignment.params), moved, 1e-9)
+    kept = rotfed.align(theta, theta, spec)
+    assert_same(kept.params, theta)
+    assert (kept.distance_before, kept.distance_after, kept.identity_permutations) == (0.0, 0.0, 1.0)
+
+
+@every_example
+def test_transforms_compose_and_invert(example: Example, generator: torch.Generator) -> None:
+    spec, theta = backbone(example)
+    one, two = (rotfed.random_transform(spec, generator) for _ in range(2))
+    assert_recovers(one.compose(two).apply(theta), one.apply(two.apply(theta)), 1e-12)
+    assert_recovers(one.inverse().apply(one.apply(theta)), theta, 1e-12)
+
+
+@every_example
+def test_a_bfloat16_model_is_aligned_in_float64_and_comes_back_in_bfloat16(
+    example: Example, generator: torch.Generator
+) -> None:
+    spec, theta = backbone(example)
+    half = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in theta.items()}
+    moved = rotfed.random_transform(spec, generator, proper=True).apply(half)
+    alignment = rotfed.align(moved, half, spec)
+    assert [t.dtype for t in alignment.params.values()] == [t.dtype for t in half.values()]
+    # Two roundings to eight bits lie between the two; the transform itself is found as if there were none.
+    assert_recovers(alignment.params, half, 0.02)
+
+
+@every_example
+def test_names_on_disk_fit(example: Example, tmp_path: Path) -> None:
+    """`save_pretrained` writes the names of older releases for some models; they must lead to the same transform."""
+    for head in example.classes:
+        model = example.model(head)
+        spec = load_spec(model)
+        model.save_pretrained(tmp_path)
+        with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
+            stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        in_memory = spec.resolve(model.state_dict())
+        on_disk = spec.resolve(stored)
+        assert on_disk.stacks == in_memory.stacks
+        transform = rotfed.random_transform(spec, torch.Generator().manual_seed(1))
+        moved = transform.apply(stored)
+        assert any(moved[name] is not stored[name] for name in stored)
+        for name, tensor in moved.items():
+            if tensor is not stored[name]:
+                stored[name] = tensor
+        from safetensors.torch import save_file
+
+        save_file(
+            {name: t.contiguous() for name, t in stored.items()}, tmp_path / "model.safetensors", {"format": "pt"}
+        )
+        loaded = type(model).from_pretrained(tmp_path)
+        expected = transform.apply(model.state_dict())
+        assert_recovers(
+            {name: t for name, t in loaded.state_dict().items() if t.is_floating_point()},
+            {name: t for name, t in expected.items() if t.is_floating_point()},
+            1e-6,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty(SymmetrySpec):
+    """A spec in which the blocks of some parameters have been tampered with."""
+
+    tamper: Callable[[Block], Block] = lambda block: block
+
+    def resolve(self, params: Mapping[str, Tensor]) -> Resolution:
+        resolution = super().resolve(params)
+        return dataclasses.replace(resolution, blocks=tuple(self.tamper(block) for block in resolution.blocks))
+
+
+def faults(resolution: Resolution) -> Iterator[tuple[str, str, Callable[[Block], bool], Callable[[Block], Block]]]:
+    """Every way to take one group off one parameter, or to make a scale multiply what it should divide.
+
+    The name of the parameter with the number of its layer cut out, what was done, where, and how.
+    """
+    seen = set()
+    for block in resolution.blocks:
+        layer = None if block.layer is None else f".{block.layer}."
+        key = block.params[0] if layer is None else block.params[0].replace(layer, ".{layer}.", 1)
+        for action in block.actions:
+            for kind in ["without"] + ["flipped"] * (action.group.kind_name == "scale"):
+                fault = (key, block.steps[1:], action.group.name, action.dual, kind)
+                if fault in seen:
+                    continue
+                seen.add(fault)
+
+                def where(other: Block, first: Block = block, group: str = action.group.name) -> bool:
+                    same = other.params == first.params and other.steps == first.steps
+                    return same and any(a.group.name == group for a in other.actions)
+
+                def tamper(
+                    other: Block,
+                    where: Callable[[Block], bool] = where,
+                    group: str = action.group.name,
+                    kind: str = kind,
+                ) -> Block:
+                    if not where(other):
+                        return other
+                    changed = [
+                        dataclasses.replace(a, dual=not a.dual) if a.group.name == group else a
+                        for a in other.actions
+                        if kind == "flipped" or a.group.name != group
+                    ]
+                    return dataclasses.replace(other, actions=tuple(changed))
+
+                yield key, f"{kind} {action.group.name}", where, tamper
+
+
+@every_example
+def test_a_fault_in_any_entry_changes_the_function(example: Example, generator: torch.Generator) -> None:
+    spec, theta = backbone(example)
+    model = cached_model(example.name)
+    inputs = example_inputs(model, generator)
+    inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    elements = unsettling_transform(spec, generator).elements
+    resolution = spec.resolve(theta)
+    tried = inert = 0
+    for key, fault, where, tamper in faults(resolution):
+        values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        faulty = rotfed.Transform(Faulty(**values, tamper=tamper), elements)
+        change = change_of_function(model, theta, faulty.apply(theta), inputs)
+        tried += 1
+        if change <= 1e-9:
+            # Not every parameter has an effect: the softmax cancels a bias of the keys. Then any values will do.
+            noisy = {name: tensor.clone() for name, tensor in theta.items()}
+            for block in resolution.blocks:
+                if where(block):
+                    assert len(block.params) == 1
+                    view = block.view(noisy[block.params[0]])
+                    view.add_(torch.randn(view.shape, generator=generator, dtype=torch.float64))
+            unheeded = change_of_function(model, theta, noisy, inputs) <= 1e-9
+            assert unheeded, f"{key} {fault} does not show"
+            inert += 1
+    assert tried > 10 and inert <= tried / 4
+
+
+@every_example
+def test_an_entry_that_is_missing_or_misshapen_is_refused(example: Example) -> None:
+    spec, theta = backbone(example)
+    found = spec.resolve(theta).names
+    entries = [entry for entry in spec.entries if any(name in found for name in spec_names(spec, entry.name))]
+    assert len(entries) > 10
+    for entry in entries:
+        with pytest.raises(rotfed.SpecError, match=r"no entry in|no parameter is named"):
+            spec.without(entry.name).resolve(theta)
+        if not entry.optional:
+            first = found[spec_names(spec, entry.name)[0]]
+            with pytest.raises(rotfed.SpecError, match=r"not found among the parameters|no parameter is named"):
+                spec.resolve({name: tensor for name, tensor in theta.items() if name != first})
+            with pytest.raises(rotfed.SpecError, match="expected shape"):
+                spec.resolve({**theta, first: theta[first].unsqueeze(0)})
+
+
+def spec_names(spec: SymmetrySpec, entry: str) -> list[str]:
+    """The spec's names of an entry's parameters."""
+    others = set(spec.without(entry).names())
+    return [name for name in spec.names() if name not in others]
+
+
+def test_alignment_computes_in_float64(generator: torch.Generator) -> None:
+    spec, theta = backbone(EXAMPLES["llama"])
+    half = {name: tensor.bfloat16() for name, tensor in theta.items()}
+    moved = {name: to_work(t) for name, t in rotfed.random_transform(spec, generator).apply(half).items()}
+    in_half = rotfed.align({name: t.bfloat16() for name, t in moved.items()}, half, spec).transform
+    in_double = rotfed.align(moved, {name: to_work(t) for name, t in half.items()}, spec).transform
+    for name, element in in_half.elements.items():
+        torch.testing.assert_close(element, in_double.elements[name], rtol=0, atol=0)
