@@ -1,5 +1,6 @@
 # make demo   FedAvg against RotFedAvg on Flower's simulation engine: a table, a picture, one results file
 # make test   the tests
+# make architectures   measure every architecture, and renew docs/architectures.md
 # make lint   style and types
 # make clean  remove .venv and caches
 # Each sets up .venv first where it is missing or older than what it is made from.
@@ -9,13 +10,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test architectures lint clean
 
 demo: $(READY)
 	@$(BIN)/python -m simulations.demo $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)
+
+architectures: $(READY)
+	@$(BIN)/python -m simulations.architectures $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -92,10 +92,10 @@ def align(
 
 def check_options(strength: float, max_sweeps: int = 1) -> None:
     """Raise AlignmentError for options of `align` that are out of range."""
-    if not 0.0 < strength <= 1.0:
-        raise AlignmentError(f"strength: expected a number in (0, 1], found {strength}; 1 aligns fully")
-    if max_sweeps < 1:
-        raise AlignmentError(f"max_sweeps: expected at least 1, found {max_sweeps}")
+    if not isinstance(strength, int | float) or not 0.0 < strength <= 1.0:
+        raise AlignmentError(f"strength: expected a number in (0, 1], found {strength!r}; 1 aligns fully")
+    if not isinstance(max_sweeps, int) or max_sweeps < 1:
+        raise AlignmentError(f"max_sweeps: expected a whole number, at least 1, found {max_sweeps!r}")
 
 
 def check_finite(params: Params, role: str) -> None:

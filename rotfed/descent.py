@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rotfed.groups import Scale
 from rotfed.solvers import (
     assign,
     identity_radius,
@@ -202,7 +201,7 @@ class Problem:
     def _pair_one(self, group: Group, known: Elements, rest: tuple[str, ...], pieces: list[Piece]) -> Tensor:
         """One permutation: of plain units, or of units each of which may also turn in a way of its own."""
         inner = [other for other in rest if self.spec.groups[other].indexed_by(group)]
-        scales = [other for other in inner if isinstance(self.spec.groups[other].kind, Scale)]
+        scales = [other for other in inner if self.spec.groups[other].kind_name == "scale"]
         turns = [other for other in inner if other not in scales]
         outer = {name: element for name, element in known.items() if name not in inner}
         if not pieces:

@@ -146,7 +146,7 @@ class Permutation(Kind):
         return (*batch, n)
 
     def defect(self, element: Tensor) -> float:
-        if element.is_floating_point() or element.is_complex() or element.dtype == torch.bool:
+        if element.dtype != torch.int64:
             return float("inf")
         in_order = torch.arange(element.shape[-1], device=element.device)
         return 0.0 if torch.equal(element.sort(-1).values, in_order.expand_as(element)) else float("inf")

@@ -37,7 +37,7 @@ _KEYS: dict[str, dict[str, type]] = {
     },
     "groups": {"kind": str, "axis": str, "per": list, "when": str},
     "params": {"axes": str, "when": str, "optional": bool, "stack": str, "naming": str},
-    "refuse": {"when": str, "because": str},
+    "refuse": {"when": str, "because": str, "config": dict},
     "examples": {"name": str, "model_type": str, "classes": list, "config": dict},
 }
 _INDEX = re.compile(r"\{(\w+)\}")

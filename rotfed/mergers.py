@@ -15,7 +15,10 @@ def normalised_weights(count: int, weights: Sequence[float] | None) -> list[floa
         raise AlignmentError("models: expected at least one, found none")
     if weights is None:
         return [1.0 / count] * count
-    values = [float(weight) for weight in weights]
+    try:
+        values = [float(weight) for weight in weights]
+    except (TypeError, ValueError) as error:
+        raise AlignmentError(f"weights: expected numbers, found {weights!r}") from error
     if len(values) != count:
         raise AlignmentError(f"weights: expected {count}, one a model, found {len(values)}")
     total = sum(values)
@@ -25,8 +28,12 @@ def normalised_weights(count: int, weights: Sequence[float] | None) -> list[floa
 
 
 def check_alike(models: Sequence[Mapping[str, Tensor]]) -> None:
-    """Raise AlignmentError unless all models have the same parameter names and shapes."""
+    """Raise AlignmentError unless all models hold dense real tensors of the same names and shapes."""
     first = models[0]
+    for name, tensor in first.items():
+        if not isinstance(tensor, Tensor) or tensor.is_complex() or tensor.layout != torch.strided:
+            found = f"a {tensor.dtype} {tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise AlignmentError(f"{name}: expected a dense tensor of real numbers, found {found}")
     for number, model in enumerate(models[1:], start=1):
         if odd := sorted(set(model) ^ set(first)):
             place = "model 0" if odd[0] in first else f"model {number}"
@@ -59,6 +66,6 @@ def restore_type(value: Tensor, dtype: torch.dtype) -> Tensor:
     """A mean computed in floating point as `dtype`: whole numbers rounded, flags by majority."""
     if dtype == torch.bool:
         return value >= 0.5
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not dtype.is_floating_point:
         return value.round().to(dtype)
     return value.to(dtype)

@@ -19,8 +19,9 @@ from rotfed.axes import ANY, Atom, Axis, Step, cuts, parts, size_of
 from rotfed.errors import SpecError
 from rotfed.groups import KINDS, Kind
 
-# What PEFT adds beside a backbone. Left alone it would go on acting in the frame that the backbone has left.
-_ADAPTER = re.compile(r"lora_|ia3_|vera_|hada_|lokr_|oft_|prompt_encoder|prompt_embeddings|prefix|adapt(er|ion)")
+# What adapter libraries put into a backbone, and beside it. Left alone it would act on in the frame that is gone.
+_ADAPTER_INSIDE = re.compile(r"\.base_layer\.|lora_|ia3_|vera_|hada_|lokr_|oft_[rs]")
+_ADAPTER_BESIDE = re.compile(r"prompt_encoder|prompt_embeddings|prefix|adapt(er|ion)")
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,7 @@ class SymmetrySpec:
         its own) is left out. Raises SpecError for a parameter that is missing, unknown, misshapen, shared with
         another one, or held in a type that no group can act on.
         """
+        _check_tensors(params)
         prefix, naming = self.locate(params)
         blocks: list[Block] = []
         names: dict[str, str] = {}
@@ -271,11 +273,8 @@ class SymmetrySpec:
                 f"refuses it: add an entry, then run 'rotfed check'"
             )
         left_alone = tuple(name for name in params if not name.startswith(prefix))
-        if adapters := [name for name in left_alone if _ADAPTER.search(name)]:
-            raise SpecError(
-                f"{adapters[0]}: an adapter's parameter beside the backbone would stay behind in the old frame; merge "
-                "the adapter into the model first, or federate the adapter alone"
-            )
+        if adapters := [name for name in left_alone if _ADAPTER_BESIDE.search(name)]:
+            raise _adapter(adapters[0])
         _check_storage(blocks, params)
         return Resolution(prefix, naming, names, tuple(blocks), stacks, left_alone)
 
@@ -426,6 +425,23 @@ class SymmetrySpec:
 def acting_groups(part: tuple[Atom, ...], groups: Collection[str]) -> set[str]:
     """The names of the groups that act on a part of a parameter, directly or by their dual."""
     return {atom.name for atom in part if atom.name in groups} | {g for atom in part for g, _ in atom.actions}
+
+
+def _adapter(name: str) -> SpecError:
+    return SpecError(
+        f"{name}: expected a whole model, found an adapter's parameter, which would stay behind in the old frame; "
+        "merge the adapter into the model first (PEFT's merge_and_unload), or federate the adapter alone"
+    )
+
+
+def _check_tensors(params: Mapping[str, Tensor]) -> None:
+    """Refuse what no group could act on, and adapters, before the names are compared."""
+    for name, tensor in params.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            found = str(tensor.layout) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise SpecError(f"{name}: expected a dense torch.Tensor, found {found}; convert it first")
+        if _ADAPTER_INSIDE.search(name):
+            raise _adapter(name)
 
 
 def _check_storage(blocks: Iterable[Block], params: Mapping[str, Tensor]) -> None:

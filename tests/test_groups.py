@@ -22,6 +22,7 @@ def vectors(batch: tuple[int, ...], n: int, seed: int) -> Tensor:
 @given(KIND, BATCH, SIZE, SEED)
 def test_laws(name: str, batch: tuple[int, ...], n: int, seed: int) -> None:
     kind = KINDS[name]
+    n = 2 if name == "rope_planes" else n
     generator = torch.Generator().manual_seed(seed)
     a, b, c = (kind.random(batch, n, generator) for _ in range(3))
     x, y = vectors(batch, n, seed), vectors(batch, n, seed + 1)
@@ -31,7 +32,8 @@ def test_laws(name: str, batch: tuple[int, ...], n: int, seed: int) -> None:
         torch.testing.assert_close(kind.act(kind.identity(batch, n), x, dual), x)
         torch.testing.assert_close(kind.act(kind.inverse(a), kind.act(a, x, dual), dual), x)
         torch.testing.assert_close(kind.act(kind.compose(a, b), x, dual), kind.act(a, kind.act(b, x, dual), dual))
-    torch.testing.assert_close(kind.compose(kind.compose(a, b), c), kind.compose(a, kind.compose(b, c)))
+    left, right = kind.compose(kind.compose(a, b), c), kind.compose(a, kind.compose(b, c))
+    torch.testing.assert_close(kind.act(left, x), kind.act(right, x))
     torch.testing.assert_close(kind.act(a, x).mT @ kind.act(a, y, dual=True), x.mT @ y)
 
 
@@ -53,6 +55,11 @@ def test_random_rotations_reflect_unless_proper() -> None:
         ("permutation", torch.tensor([0, 0, 1])),
         ("permutation", torch.tensor([0.0, 1.0, 2.0])),
         ("permutation", torch.tensor([1, 2, 3])),
+        ("permutation", torch.tensor([0, 1, 2], dtype=torch.uint8)),
+        ("sign", torch.tensor([1.0, 2.0, 1.0])),
+        ("sign", torch.tensor([1, -1, 1])),
+        ("rope_planes", torch.tensor(torch.nan)),
+        ("rope_planes", torch.tensor([1.0])),
         ("scale", torch.tensor([1.0, 0.0, 1.0])),
         ("scale", torch.tensor([1.0, torch.inf, 1.0])),
     ],
@@ -60,3 +67,15 @@ def test_random_rotations_reflect_unless_proper() -> None:
 def test_what_is_no_member_is_refused(name: str, element: Tensor) -> None:
     with pytest.raises(TransformError, match="here: expected"):
         KINDS[name].validate(element, (), 3, "here")
+
+
+@given(SEED)
+def test_rotations_within_planes_commute_with_rotary_positions(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    planes = KINDS["rope_planes"]
+    angles, positions = (planes.random((3,), 2, generator) for _ in range(2))
+    x = vectors((3,), 2, seed)
+    turned = planes.act(positions, planes.act(angles, x))
+    torch.testing.assert_close(planes.act(angles, planes.act(positions, x)), turned)
+    reflection = torch.diag(torch.tensor([1.0, -1.0], dtype=torch.float64))
+    assert (planes.act(positions, reflection @ x) - reflection @ planes.act(positions, x)).abs().max() > 1e-6

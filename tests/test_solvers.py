@@ -11,7 +11,14 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from rotfed.groups import KINDS
-from rotfed.solvers import identity_radius, linear_assignment, optimal_scale, orthogonal_procrustes
+from rotfed.solvers import (
+    assign,
+    identity_radius,
+    linear_assignment,
+    optimal_scale,
+    orthogonal_procrustes,
+    plane_procrustes,
+)
 
 SEED = st.integers(0, 2**16)
 STRENGTH = st.sampled_from([1.0, 0.7, 0.1, 1e-6])
@@ -100,3 +107,23 @@ def test_little_strength_stays_near_the_identity() -> None:
     eye = torch.eye(4, dtype=torch.float64)
     pulls = [float((orthogonal_procrustes(cross, strength=s) - eye).norm()) for s in (1.0, 0.3, 0.05, 1e-6)]
     assert pulls == sorted(pulls, reverse=True) and pulls[-1] < 1e-5 < pulls[0]
+
+
+@given(SEED)
+def test_plane_procrustes_is_the_best_angle(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    source, anchor = torch.randn(2, 3, 2, 4, generator=generator, dtype=torch.float64)
+    cross = anchor @ source.mT
+    angle = plane_procrustes(cross)
+    rotation = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], dim=-1).reshape(3, 2, 2)
+    torch.testing.assert_close(rotation, orthogonal_procrustes(cross, proper=True), rtol=1e-8, atol=1e-8)
+    half = plane_procrustes(cross, strength=0.5)
+    assert bool(((half.abs() <= angle.abs() + 1e-12) & (half * angle >= 0)).all())
+    torch.testing.assert_close(plane_procrustes(torch.zeros(2, 2)), torch.tensor(0.0, dtype=torch.float64))
+
+
+@given(st.integers(1, 5), SEED)
+def test_assign_equals_brute_force(n: int, seed: int) -> None:
+    gain = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    best = max(sum(float(gain[i, j]) for i, j in enumerate(p)) for p in itertools.permutations(range(n)))
+    assert float(gain[torch.arange(n), assign(gain)].sum()) == pytest.approx(best)

@@ -135,8 +135,22 @@ SPOILS: dict[str, tuple[Callable[[Params], Params], str]] = {
     ),
     "adapter": (
         lambda p: {**p, "layers.0.attention.q_proj.lora_A.default.weight": torch.ones(2, 12)},
-        "lora_A.*no entry",
+        "lora_A.*found an adapter's parameter.*merge_and_unload",
     ),
+    "adapted layer": (
+        lambda p: renamed(p, lambda n: n.replace("v_proj.", "v_proj.base_layer.")),
+        r"v_proj\.base_layer.*found an adapter's parameter",
+    ),
+    "prefix tuning": (
+        lambda p: {**renamed(p, lambda n: f"base_model.{n}"), "prompt_encoder.default.embedding.weight": torch.ones(3)},
+        "prompt_encoder.*found an adapter's parameter",
+    ),
+    "tied layers": (
+        lambda p: {**p, "layers.1.attention.q_proj.weight": p["layers.0.attention.q_proj.weight"]},
+        r"layers\.1\.attention\.q_proj\.weight: shares its values with layers\.0",
+    ),
+    "sparse": (lambda p: {**p, QUERY: torch.eye(12).to_sparse()}, "expected a dense"),
+    "numpy": (lambda p: {**p, QUERY: p[QUERY].numpy()}, "found ndarray"),
     "shape": (lambda p: {**p, QUERY: torch.ones(12, 13)}, r"expected shape \(12, 12\).*found \(12, 13\)"),
     "dimensions": (lambda p: {**p, QUERY: torch.ones(144)}, r"found \(144,\)"),
     "quantised": (lambda p: {**p, QUERY: torch.ones(12, 12, dtype=torch.int8)}, "found torch.int8.*dequantise"),

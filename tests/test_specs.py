@@ -201,7 +201,7 @@ def test_an_entry_that_is_missing_or_misshapen_is_refused(example: Example) -> N
     spec, theta = backbone(example)
     found = spec.resolve(theta).names
     entries = [entry for entry in spec.entries if any(name in found for name in spec_names(spec, entry.name))]
-    assert len(entries) > 10
+    assert len(entries) > 5
     for entry in entries:
         with pytest.raises(rotfed.SpecError, match=r"no entry in|no parameter is named"):
             spec.without(entry.name).resolve(theta)

@@ -1,0 +1,39 @@
+"""The documentation says what is true: the table of architectures is the measured one, and complete."""
+
+import json
+import re
+
+import pytest
+
+from rotfed.examples import examples
+from rotfed.library import parse_spec_file
+from simulations.architectures import FOLDER, measure, page
+
+RESULTS = json.loads((FOLDER / "architectures.json").read_text())
+
+
+def test_the_table_is_what_was_measured() -> None:
+    assert (FOLDER / "architectures.md").read_text() == page(RESULTS)
+
+
+def test_every_example_was_measured_and_lies_within_the_tolerance() -> None:
+    known = {(example.model_type, example.name, example.family) for example in examples().values()}
+    assert {(r["model_type"], r["variant"], r["spec"]) for r in RESULTS["examples"]} == known
+    assert all(0 < r["float64"] <= 1e-12 and 0 < r["float32"] <= 1e-5 and r["groups"] for r in RESULTS["examples"])
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_measurement_can_be_repeated(name: str) -> None:
+    (stored,) = [result for result in RESULTS["examples"] if result["variant"] == name]
+    again = measure(examples()[name])
+    assert {key: again[key] for key in stored if "float" not in key} == {
+        k: stored[k] for k in stored if "float" not in k
+    }
+    assert again["float64"] < 100 * stored["float64"]
+
+
+def test_the_file_of_the_page_on_new_architectures_parses_and_is_what_rotfed_ships() -> None:
+    text = (FOLDER / "new-architecture.md").read_text()
+    (block,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    shown = parse_spec_file(block, "page.toml")
+    assert "layers.{layer}.self_attn.q_proj.weight" in shown["params"]
