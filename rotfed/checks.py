@@ -46,11 +46,7 @@ def check_spec(
     """
     generator = generator or torch.Generator().manual_seed(0)
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
-    twin = copy.deepcopy(model).cpu().to(dtype).eval()
-    if hasattr(twin, "set_experts_implementation"):
-        # The fused kernels for mixtures of experts take float32 only.
-        set_experts: Any = twin.set_experts_implementation
-        set_experts("eager")
+    twin = with_plain_experts(copy.deepcopy(model).cpu().to(dtype).eval())
     params = dict(twin.state_dict())
     stacks = spec.resolve(params).stacks
     inputs = dict(inputs) if inputs is not None else example_inputs(twin, generator)
@@ -121,6 +117,9 @@ def example_inputs(model: nn.Module, generator: torch.Generator) -> dict[str, Te
     if "input_ids" in accepted:
         inputs["input_ids"] = _tokens(text, generator)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if "encoder_hidden_states" in accepted and getattr(config, "add_cross_attention", False):
+        shape = (*inputs["input_ids"].shape, text.hidden_size)
+        inputs["encoder_hidden_states"] = torch.randn(shape, generator=generator)
     if "decoder_input_ids" in accepted:
         inputs["decoder_input_ids"] = _tokens(text, generator)
     if not inputs:
@@ -134,7 +133,8 @@ def example_inputs(model: nn.Module, generator: torch.Generator) -> dict[str, Te
 def _tokens(config: Any, generator: torch.Generator) -> Tensor:
     """Ordinary tokens, two sequences where the configuration has a padding token, which heads need for a batch."""
     batch = 2 if getattr(config, "pad_token_id", None) is not None else 1
-    length = min(16, getattr(config, "max_position_embeddings", None) or 16) - 2
+    longest = getattr(config, "max_position_embeddings", None) or 16
+    length = min(16, longest if longest > 0 else 16) - 2
     special = {getattr(config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos", "decoder_start")}
     ordinary = torch.tensor([token for token in range(min(config.vocab_size, 1000)) if token not in special])
     return ordinary[torch.randint(len(ordinary), (batch, length), generator=generator)]
@@ -147,6 +147,9 @@ def randomize(model: nn.Module, generator: torch.Generator) -> nn.Module:
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                # Sinusoids and the like: transformers computes them anew when it loads a model.
+                continue
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.ndim > 1:
                 scaled = noise * parameter.shape[-1] ** -0.5
@@ -165,6 +168,14 @@ def relative_change(expected: Mapping[str, Tensor], found: Mapping[str, Tensor])
         difference = (found[name].double() - before.double()).abs().max()
         changes.append(difference / before.double().abs().max().clamp_min(torch.finfo(torch.float64).tiny))
     return float(torch.nan_to_num(torch.stack(changes), nan=torch.inf).max())
+
+
+def with_plain_experts(model: nn.Module) -> nn.Module:
+    """Have a mixture of experts computed in plain PyTorch, in place: the fused kernels do not take float64."""
+    set_experts: Any = getattr(model, "set_experts_implementation", None)
+    if set_experts is not None:
+        set_experts("eager")
+    return model
 
 
 class _Float64Throughout(TorchDispatchMode):
@@ -204,7 +215,16 @@ def outputs(model: nn.Module, params: Mapping[str, Tensor], inputs: Mapping[str,
     with torch.no_grad(), _float64_throughout() if wide else contextlib.nullcontext():
         # A state dict holds tied weights under each of their names, so nothing is left for torch to tie.
         output = torch.func.functional_call(model, dict(params), kwargs=dict(inputs), tie_weights=False)
-    return {name: value for name, value in output.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return dict(_tensors_of(output))
+
+
+def _tensors_of(output: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors of a model's output, with those of the outputs of its towers."""
+    for name, value in output.items():
+        if isinstance(value, Mapping):
+            yield from _tensors_of(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor) and value.is_floating_point():
+            yield prefix + name, value
 
 
 def _suspect(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotfed.checks import randomize
+from rotfed.checks import randomize, with_plain_experts
 from rotfed.library import spec_files
 
 
@@ -36,7 +36,8 @@ class Example:
 
         model_class: Any = getattr(transformers, class_name or self.classes[0])
         build = getattr(model_class, "from_config", None) or model_class._from_config
-        return randomize(build(self.config(**changes)), torch.Generator().manual_seed(seed)).eval()
+        model = with_plain_experts(build(self.config(**changes)))
+        return randomize(model, torch.Generator().manual_seed(seed)).eval()
 
 
 def examples() -> dict[str, Example]:

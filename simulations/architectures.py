@@ -69,10 +69,8 @@ def page(results: dict[str, Any]) -> str:
             by_kind.setdefault(kind, []).append(name)
         groups = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_kind.items())
         float64, float32 = (max(result[dtype] for result in found) for dtype in ("float64", "float32"))
-        lines.append(
-            f"| {model_type} | [{found[0]['spec']}](../rotfed/specs/{found[0]['spec']}.toml) | {len(found)} | {groups} | "
-            f"{float64:.0e} | {float32:.0e} |"
-        )
+        spec = f"[{found[0]['spec']}](../rotfed/specs/{found[0]['spec']}.toml)"
+        lines.append(f"| {model_type} | {spec} | {len(found)} | {groups} | {float64:.0e} | {float32:.0e} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,9 +14,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import rotfed
+from rotfed.axes import Step
 from rotfed.checks import example_inputs, unsettling_transform
 from rotfed.examples import Example, examples
-from rotfed.library import load_spec, supported_model_types
+from rotfed.library import load_spec, spec_files, supported_model_types
 from rotfed.spec import Block, Resolution, SymmetrySpec
 from rotfed.transform import to_work
 from tests.models import assert_recovers, assert_same, change_of_function, norm
@@ -130,70 +131,72 @@ class Faulty(SymmetrySpec):
         return dataclasses.replace(resolution, blocks=tuple(self.tamper(block) for block in resolution.blocks))
 
 
-def faults(resolution: Resolution) -> Iterator[tuple[str, str, Callable[[Block], bool], Callable[[Block], Block]]]:
-    """Every way to take one group off one parameter, or to make a scale multiply what it should divide.
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One group taken off one part of a parameter, or a scale that multiplies what it should divide."""
 
-    The name of the parameter with the number of its layer cut out, what was done, where, and how.
-    """
-    seen = set()
+    params: tuple[str, ...]
+    steps: tuple[Step, ...]
+    group: str
+    flipped: bool
+
+    def hits(self, block: Block) -> bool:
+        return block.params == self.params and block.steps == self.steps
+
+    def tamper(self, block: Block) -> Block:
+        if not self.hits(block):
+            return block
+        changed = [
+            dataclasses.replace(action, dual=not action.dual) if action.group.name == self.group else action
+            for action in block.actions
+            if self.flipped or action.group.name != self.group
+        ]
+        return dataclasses.replace(block, actions=tuple(changed))
+
+    def __str__(self) -> str:
+        return f"{self.params[0]} with {self.group} {'the other way round' if self.flipped else 'taken off'}"
+
+
+def faults(resolution: Resolution, seen: set[object]) -> Iterator[Fault]:
+    """Every fault that is not yet in `seen`, where the layers of a parameter and the variants of a spec are alike."""
+    parts: dict[tuple[str, ...], int] = {}
     for block in resolution.blocks:
-        layer = None if block.layer is None else f".{block.layer}."
-        key = block.params[0] if layer is None else block.params[0].replace(layer, ".{layer}.", 1)
+        part = parts[block.params] = parts.get(block.params, -1) + 1
+        name = block.params[0].removeprefix(resolution.prefix)
+        pattern = name if block.layer is None else name.replace(f".{block.layer}.", ".{layer}.", 1)
         for action in block.actions:
-            for kind in ["without"] + ["flipped"] * (action.group.kind_name == "scale"):
-                fault = (key, block.steps[1:], action.group.name, action.dual, kind)
-                if fault in seen:
-                    continue
-                seen.add(fault)
-
-                def where(other: Block, first: Block = block, group: str = action.group.name) -> bool:
-                    same = other.params == first.params and other.steps == first.steps
-                    return same and any(a.group.name == group for a in other.actions)
-
-                def tamper(
-                    other: Block,
-                    where: Callable[[Block], bool] = where,
-                    group: str = action.group.name,
-                    kind: str = kind,
-                ) -> Block:
-                    if not where(other):
-                        return other
-                    changed = [
-                        dataclasses.replace(a, dual=not a.dual) if a.group.name == group else a
-                        for a in other.actions
-                        if kind == "flipped" or a.group.name != group
-                    ]
-                    return dataclasses.replace(other, actions=tuple(changed))
-
-                yield key, f"{kind} {action.group.name}", where, tamper
+            for flipped in [False] + [True] * (action.group.kind_name == "scale"):
+                fault = (pattern, part, action.group.name, flipped)
+                if fault not in seen:
+                    seen.add(fault)
+                    yield Fault(block.params, block.steps, action.group.name, flipped)
 
 
-@every_example
-def test_a_fault_in_any_entry_changes_the_function(example: Example, generator: torch.Generator) -> None:
-    spec, theta = backbone(example)
-    model = cached_model(example.name)
-    inputs = example_inputs(model, generator)
-    inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    elements = unsettling_transform(spec, generator).elements
-    resolution = spec.resolve(theta)
-    tried = inert = 0
-    for key, fault, where, tamper in faults(resolution):
+@pytest.mark.parametrize("family", spec_files())
+def test_a_fault_in_any_entry_changes_the_function(family: str, generator: torch.Generator) -> None:
+    seen: set[object] = set()
+    inert = 0
+    for example in [example for example in EXAMPLES.values() if example.family == family]:
+        spec, theta = backbone(example)
+        model = cached_model(example.name)
+        inputs = example_inputs(model, generator)
+        inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        elements = unsettling_transform(spec, generator).elements
         values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        faulty = rotfed.Transform(Faulty(**values, tamper=tamper), elements)
-        change = change_of_function(model, theta, faulty.apply(theta), inputs)
-        tried += 1
-        if change <= 1e-9:
+        resolution = spec.resolve(theta)
+        for fault in faults(resolution, seen):
+            faulty = rotfed.Transform(Faulty(**values, tamper=fault.tamper), elements)
+            if change_of_function(model, theta, faulty.apply(theta), inputs) > 1e-9:
+                continue
             # Not every parameter has an effect: the softmax cancels a bias of the keys. Then any values will do.
             noisy = {name: tensor.clone() for name, tensor in theta.items()}
-            for block in resolution.blocks:
-                if where(block):
-                    assert len(block.params) == 1
-                    view = block.view(noisy[block.params[0]])
-                    view.add_(torch.randn(view.shape, generator=generator, dtype=torch.float64))
-            unheeded = change_of_function(model, theta, noisy, inputs) <= 1e-9
-            assert unheeded, f"{key} {fault} does not show"
+            for block in filter(fault.hits, resolution.blocks):
+                assert len(block.params) == 1, f"{fault} does not show"
+                view = block.view(noisy[block.params[0]])
+                view.add_(torch.randn(view.shape, generator=generator, dtype=torch.float64))
+            assert change_of_function(model, theta, noisy, inputs) <= 1e-9, f"{example.name}: {fault} does not show"
             inert += 1
-    assert tried > 10 and inert <= tried / 4
+    assert len(seen) > 10 and inert <= len(seen) / 4
 
 
 @every_example
