@@ -1,6 +1,6 @@
 # make demo   FedAvg against RotFedAvg on Flower's simulation engine: a table, a picture, one results file
 # make test   the tests
-# make architectures   measure every architecture, and renew docs/architectures.md
+# make architectures   measure every architecture and renew docs/architectures.md (a minute)
 # make lint   style and types
 # make clean  remove .venv and caches
 # Each sets up .venv first where it is missing or older than what it is made from.
