@@ -87,7 +87,7 @@ def align(
         transform = moved_by(kept)
         params = transform.apply(source)
     before, after = _distances(problem, params)
-    return Alignment(params, transform, before, after, _identity_share(transform, chosen))
+    return Alignment(params, transform, before, after, identity_share(transform, chosen))
 
 
 def check_options(strength: float, max_sweeps: int = 1) -> None:
@@ -113,7 +113,7 @@ def check_finite(params: Params, role: str) -> None:
             )
 
 
-def _identity_share(transform: Transform, groups: Iterable[str]) -> float:
+def identity_share(transform: Transform, groups: Iterable[str]) -> float:
     """The share of the chosen groups' permutations that are the identity."""
     stacks = [
         transform.elements[name].reshape(-1, transform.spec.groups[name].size)

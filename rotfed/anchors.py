@@ -2,19 +2,24 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from rotfed.align import Alignment, align
+from rotfed.align import Alignment, align, identity_share
 from rotfed.descent import Anchor, Params
 from rotfed.errors import AlignmentError, ConvergenceWarning
 from rotfed.mergers import check_alike, normalised_weights, weighted_mean
+from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec
-from rotfed.transform import Transform, to_work
+from rotfed.transform import Transform, identity_transform, to_work
 
-ANCHORS = ("global", "medoid", "consensus")
+ANCHORS = ("global", "medoid", "consensus", "progressive", "tree")
+
+Step = Callable[[Params, Params, float], Alignment]
+"""Aligns a source to an anchor that it will then be averaged with; the number is the source's share of that average."""
 
 
 def align_all(
@@ -23,6 +28,7 @@ def align_all(
     anchor: str = "consensus",
     weights: Sequence[float] | None = None,
     reference: Params | None = None,
+    step: Step | None = None,
     **options: Any,
 ) -> list[Alignment]:
     """Bring several models into one frame.
@@ -35,7 +41,8 @@ def align_all(
         `"global"`: each model is aligned to `reference`, on its own (what works under secure aggregation, with
         differential-privacy accounting, and in a stream). `"medoid"`: each to the model nearest to the plain mean
         (the multi-model rule of arXiv 2502.00264). `"consensus"`: generalized Procrustes analysis (Gower 1975), each
-        to the mean of all, which is renewed until it settles.
+        to the mean of all, which is renewed until it settles. `"progressive"`: one after another to the mean of those
+        before it. `"tree"`: pairs, then pairs of pairs, log2 of the number of models in depth.
     weights
         Shares of the models in the mean, equal by default.
     reference
@@ -43,6 +50,9 @@ def align_all(
         other, not the common frame; it is then the one nearest to `reference` (for the medoid and the consensus the
         medoid itself by default), so that what outlives a round, such as a server optimiser's moments, keeps its
         meaning.
+    step
+        What aligns one model, or the mean of some, to another, in `"progressive"` and `"tree"`; `align` with `options`
+        by default. A learned alignment goes in here.
     options
         `groups`, `layers`, `proper`, `strength`, `max_sweeps` of `align`.
 
@@ -60,9 +70,12 @@ def align_all(
         aligned = _align_to_medoid(models, spec, shares, options)
     elif anchor == "consensus":
         aligned = _align_to_consensus(models, spec, shares, options)
+    elif anchor in ("progressive", "tree"):
+        one_step = step or (lambda source, target, share: align(source, target, spec, **options))
+        aligned = _align_in_turn(models, spec, shares, one_step, anchor == "tree")
     else:
         raise AlignmentError(f"anchor: expected one of {', '.join(ANCHORS)}, found {anchor!r}")
-    if reference is None and anchor == "medoid":
+    if reference is None and anchor != "consensus":
         return aligned
     home = models[medoid(models, shares)] if reference is None else reference
     mean = weighted_mean([alignment.params for alignment in aligned], shares)
@@ -119,6 +132,44 @@ def _align_to_consensus(
     return best
 
 
+def _align_in_turn(
+    models: Sequence[Params], spec: SymmetrySpec, shares: Sequence[float], step: Step, tree: bool
+) -> list[Alignment]:
+    """Join models two by two, the second moved to the first, until all are in one frame."""
+    transforms = [identity_transform(spec) for _ in models]
+    distances = [(0.0, 0.0) for _ in models]
+
+    def join(left: "_Joined", right: "_Joined") -> "_Joined":
+        share = right.weight + left.weight and right.weight / (left.weight + right.weight)
+        alignment = step(right.mean, left.mean, share)
+        for member in right.members:
+            transforms[member] = alignment.transform.compose(transforms[member])
+            distances[member] = (alignment.distance_before, alignment.distance_after)
+        mean = weighted_mean([left.mean, alignment.params], [1 - share, share])
+        return _Joined((*left.members, *right.members), mean, left.weight + right.weight)
+
+    joined = [
+        _Joined((number,), model, share) for number, (model, share) in enumerate(zip(models, shares, strict=True))
+    ]
+    while len(joined) > 1:
+        ends = len(joined) - len(joined) % 2 if tree else 2
+        pairs = [join(left, right) for left, right in zip(joined[:ends:2], joined[1:ends:2], strict=True)]
+        joined = [*pairs, *joined[ends:]]
+    return [
+        Alignment(transform.apply(model), transform, *distance, identity_share(transform, spec.groups))
+        for model, transform, distance in zip(models, transforms, distances, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Some of the models in one frame: their numbers, their mean, and their share of all."""
+
+    members: tuple[int, ...]
+    mean: Params
+    weight: float
+
+
 def _follow(models: Sequence[Params], aligned: Iterable[Alignment], transform: Transform) -> list[Alignment]:
     """The same alignments, all moved on by one more transform."""
     moved = []
@@ -160,9 +211,13 @@ def merge(
     """Make one model of several: bring them into one frame, then take their weighted mean.
 
     Parameters: `models`, mappings from parameter name to tensor; `weights`, their shares, equal by default; `anchor`,
-    `"consensus"` or `"medoid"` (see `align_all`), or the parameters of a model to align all of them to; `options`
-    of `align`. Returns a new mapping in the types of the first model. Nothing is mutated.
+    any of `align_all` but `"global"`, or the parameters of a model to align all of them to; `options` of `align_all`
+    and `align`. Where the spec has a residual stream to rotate, norms are folded first. Returns a new mapping in the
+    types of the first model. Nothing is mutated.
     """
+    if spec.residual is not None:
+        models = [fold_norms(model, spec) for model in models]
+        anchor = anchor if isinstance(anchor, str) else fold_norms(anchor, spec)
     if isinstance(anchor, str):
         aligned = align_all(models, spec, anchor, weights, **options)
     else:

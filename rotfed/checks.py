@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotfed.errors import FunctionChangedError, SpecError
+from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec
 from rotfed.transform import Transform, random_transform
 
@@ -45,13 +46,23 @@ def check_spec(
     parameters or a group moves none of them.
     """
     generator = generator or torch.Generator().manual_seed(0)
+    if dtype not in TOLERANCE:
+        raise SpecError(f"dtype: expected one of {', '.join(map(str, TOLERANCE))}, found {dtype}")
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     twin = with_plain_experts(copy.deepcopy(model).cpu().to(dtype).eval())
-    params = dict(twin.state_dict())
+    original = dict(twin.state_dict())
+    params = fold_norms(original, spec) if spec.residual else original
     stacks = spec.resolve(params).stacks
     inputs = dict(inputs) if inputs is not None else example_inputs(twin, generator)
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-    expected = outputs(twin, params, inputs)
+    try:
+        expected = outputs(twin, original, inputs)
+    except Exception as failure:  # whatever a model raises on inputs that it was not made for
+        reason = next(iter(str(failure).strip().splitlines()), repr(failure))
+        raise SpecError(
+            f"{type(model).__name__}: expected a model that runs on example inputs, found: {reason}; pass inputs to "
+            "check_spec"
+        ) from failure
     everything = unsettling_transform(spec, generator)
     worst = 0.0
     for groups in [*((name,) for name in spec.groups), tuple(spec.groups)]:

@@ -93,12 +93,11 @@ class _Pair:
 
 
 class _Units(NamedTuple):
-    """One parameter's part in an assignment: `(n, m)` rows of source and anchor, up to a scale of each or not."""
+    """One parameter's part in an assignment: `(n, m)` rows of source and anchor, and what may scale each of them."""
 
     source: Tensor
     anchor: Tensor
-    scaled: bool
-    dual: bool
+    scale: Action | None
 
 
 @dataclass(frozen=True)
@@ -146,24 +145,37 @@ class Problem:
     def solve(self, component: tuple[str, ...], max_sweeps: int) -> Elements:
         """The elements of coupled groups that bring the source nearest."""
         pieces = [Piece(block, to_work(block.read(self.source)), a) for block, a in self._touched(component)]
-        permutations = [name for name in component if self.spec.groups[name].kind_name == "permutation"]
-        rest = tuple(name for name in component if name not in permutations)
-        in_place = {name: self.identity(name) for name in permutations}
+        groups = [self.spec.groups[name] for name in component]
+        permutations = [group.name for group in groups if group.kind_name == "permutation"]
+        # What all layers share comes last: it is known from embeddings and head before anything else is.
+        rest = sorted(
+            (g.name for g in groups if g.name not in permutations), key=lambda n: not self.spec.groups[n].layered
+        )
+        in_place = {name: self.identity(name) for name in component}
         paired = self._pair_up(permutations, rest, pieces)
         starts = [in_place]
-        if any(not torch.equal(paired[name], in_place[name]) for name in permutations):
+        if any(not torch.equal(paired[name], in_place[name]) for name in component):
             starts.append(paired)
         # The pairing is solved before the rest is known, so the distance at the end decides whether it holds.
-        found = [self._descend(rest, start, pieces, max_sweeps) for start in starts]
-        _, elements = min(found, key=lambda result: result[0])
-        return elements
+        best = min((self._descend(rest, start, pieces, max_sweeps) for start in starts), key=lambda found: found[0])
+        for _ in range(max_sweeps if len(permutations) > 1 else 0):
+            # With everything else known each permutation sees all of its parameters.
+            again = self._pair_again(permutations, rest, best[1], pieces)
+            if all(torch.equal(again[name], best[1][name]) for name in permutations):
+                break
+            found = self._descend(rest, again, pieces, max_sweeps)
+            if found[0] >= best[0] * (1 - _SETTLED):
+                break
+            best = found
+        return best[1]
 
     def _descend(
-        self, groups: tuple[str, ...], permutations: Elements, pieces: list[Piece], max_sweeps: int
+        self, groups: list[str], start: Elements, pieces: list[Piece], max_sweeps: int
     ) -> tuple[float, Elements]:
-        """Solve groups in turn from given permutations until the squared distance settles; it and the elements."""
+        """Solve groups in turn, permutations held, until the squared distance settles; it and the elements."""
+        permutations = {name: element for name, element in start.items() if name not in groups}
         pieces = [Piece(p.block, act(p.source, p.block, permutations), p.anchor) for p in pieces]
-        elements = {name: self.identity(name) for name in groups}
+        elements = {name: start[name] for name in groups}
         best, previous = dict(elements), math.inf
         for _ in range(max_sweeps if len(groups) > 1 else 1):
             for name in groups:
@@ -184,34 +196,48 @@ class Problem:
         group = self.spec.groups[name]
         return _SOLVERS[group.kind_name](self, group, pairs) if pairs else self.identity(name)
 
-    def _pair_up(self, permutations: list[str], rest: tuple[str, ...], pieces: list[Piece]) -> Elements:
-        """Permutations from the outside in: each sees only what the ones still unsettled leave in place."""
-        settled: Elements = {}
+    def _pair_up(self, permutations: list[str], rest: list[str], pieces: list[Piece]) -> Elements:
+        """A start: permutations from the outside in, each from what the ones still unsettled leave in place."""
+        known = {name: self.identity(name) for name in rest}
         for position, name in enumerate(permutations):
             open_ones = permutations[position:]
-            # What turns a query head of a shared key is known from the key, which the query heads do not touch.
+            # What turns a query head of a shared key is known from the key, which the query heads do not touch; what
+            # turns the residual stream from embeddings and head.
             free = [piece for piece in pieces if not piece.touched_by(open_ones)]
-            known = dict(settled)
-            for other in rest:
+            for other in reversed(rest):
                 known[other] = self._solve_group(other, known, free)
             own = [p for p in pieces if p.touched_by([name]) and not p.touched_by(open_ones[1:])]
-            settled[name] = self._pair_one(self.spec.groups[name], known, rest, own)
-        return settled
+            known[name] = self._pair_one(self.spec.groups[name], known, rest, own)
+        return known
 
-    def _pair_one(self, group: Group, known: Elements, rest: tuple[str, ...], pieces: list[Piece]) -> Tensor:
+    def _pair_again(self, permutations: list[str], rest: list[str], known: Elements, pieces: list[Piece]) -> Elements:
+        """The permutations solved anew in turn, with the elements of all other groups held."""
+        known = dict(known)
+        for name in permutations:
+            own = [piece for piece in pieces if piece.touched_by([name])]
+            known[name] = self._pair_one(self.spec.groups[name], known, rest, own)
+        return known
+
+    def _pair_one(self, group: Group, known: Elements, rest: list[str], pieces: list[Piece]) -> Tensor:
         """One permutation: of plain units, or of units each of which may also turn in a way of its own."""
         inner = [other for other in rest if self.spec.groups[other].indexed_by(group)]
-        scales = [other for other in inner if self.spec.groups[other].kind_name == "scale"]
+        scales = [other for other in inner if self._is_factor(self.spec.groups[other], group)]
         turns = [other for other in inner if other not in scales]
-        outer = {name: element for name, element in known.items() if name not in inner}
+        outer = {name: element for name, element in known.items() if name not in inner and name != group.name}
         if not pieces:
             return self.identity(group.name)
         if turns:
-            return self._pair_turning(group, outer, turns, pieces)
+            return self._pair_turning(group, outer, turns, scales, pieces)
         pairs = list(_pairs(group.name, outer, pieces))
-        return self._pair_plain(group, pairs, [next(filter(None, map(piece.action, scales)), None) for piece in pieces])
+        scaling = [next(filter(None, map(piece.action, scales)), None) for piece in pieces]
+        return self._pair_plain(group, pairs, scaling, _signature(pieces))
 
-    def _pair_plain(self, group: Group, pairs: list[_Pair], scales: list[Action | None]) -> Tensor:
+    @staticmethod
+    def _is_factor(group: Group, units: Group) -> bool:
+        """Whether a group only multiplies each unit of a permutation by one number."""
+        return group.kind_name == "scale" or (group.kind_name == "sign" and group.per == (*units.per, units.axis))
+
+    def _pair_plain(self, group: Group, pairs: list[_Pair], scales: list[Action | None], signature: object) -> Tensor:
         """Linear assignment of units; what each unit may scale, as `scales` say, counts up to that scale."""
         order = self.identity(group.name).reshape(-1, group.size)
         stacked = torch.arange(len(order), device=self.device).reshape(group.batch)
@@ -221,23 +247,24 @@ class Problem:
             sources = pair.source.reshape(-1, group.size, columns)
             anchors = pair.anchor.reshape(-1, group.size, columns)
             for index, source, anchor in zip(stacked[pair.layer].reshape(-1).tolist(), sources, anchors, strict=True):
-                units.setdefault(index, []).append(
-                    _Units(source, anchor, scale is not None, scale is not None and scale.dual)
-                )
+                units.setdefault(index, []).append(_Units(source, anchor, scale))
         for index, parts in units.items():
             source = torch.cat([part.source for part in parts], dim=-1)
             anchor = torch.cat([part.anchor for part in parts], dim=-1)
-            radius = self.anchor.radius(group.name, index, lambda anchor=anchor: identity_radius(anchor))  # type: ignore[misc]
-            if not any(part.scaled for part in parts):
+            key = (index, signature)
+            radius = self.anchor.radius(group.name, key, lambda anchor=anchor: identity_radius(anchor))  # type: ignore[misc]
+            if not any(part.scale for part in parts):
                 order[index] = linear_assignment(source, anchor, radius, self.strength)
             elif not bool(((source - anchor).square().sum(-1).sqrt() < radius).all()):
                 order[index] = assign(_gain_up_to_scale(parts), self.strength)
         return order.reshape(group.kind.element_shape(group.batch, group.size))
 
-    def _pair_turning(self, group: Group, outer: Elements, turns: list[str], pieces: list[Piece]) -> Tensor:
-        """Assignment by the distance that is left between two units after each has been turned towards the other.
+    def _pair_turning(
+        self, group: Group, outer: Elements, turns: list[str], scales: list[str], pieces: list[Piece]
+    ) -> Tensor:
+        """Assignment by the distance left between two units after each has been turned, and scaled, to the other.
 
-        For orthogonal groups the gain is the nuclear norm of the units' cross-covariance.
+        For orthogonal groups alone the gain is the nuclear norm of the units' cross-covariance.
         """
 
         def anchor_radii() -> Tensor:
@@ -249,9 +276,9 @@ class Problem:
 
         in_place = self._turned_distances(group, outer, turns, pieces, range(1)).diagonal(dim1=-2, dim2=-1)
         # The triangle inequality between orbits: as in `identity_radius`.
-        if bool((in_place.sqrt() < self.anchor.radius(group.name, self.layers, anchor_radii)).all()):
+        if bool((in_place.sqrt() < self.anchor.radius(group.name, _signature(pieces), anchor_radii)).all()):
             return self.identity(group.name)
-        apart = self._turned_distances(group, outer, turns, pieces, range(group.size))
+        apart = self._turned_distances(group, outer, turns + scales, pieces, range(group.size))
         order = [assign(-matrix / 2, self.strength) for matrix in apart.reshape(-1, group.size, group.size)]
         return torch.stack(order).reshape(group.kind.element_shape(group.batch, group.size))
 
@@ -282,6 +309,10 @@ class Problem:
     def orthogonal(self, group: Group, pairs: list[_Pair]) -> Tensor:
         rotation = self.identity(group.name)
         cross, energy = self._cross(group, pairs)
+        if group.kind_name == "centred_orthogonal":
+            # Rounding leaves a little along the all-ones direction, which has to stay where it is.
+            cross = cross - cross.mean(-1, keepdim=True)
+            cross = cross - cross.mean(-2, keepdim=True)
         best = orthogonal_procrustes(cross, self.proper, self.strength)
         gain = ((best - rotation) * cross).sum((-2, -1))
         return torch.where((gain > _NOISE * energy)[..., None, None], best, rotation)
@@ -327,19 +358,29 @@ class Problem:
 
 
 def _gain_up_to_scale(parts: list[_Units]) -> Tensor:
-    """The inner products `(n, n)` of anchor and source units, where some parts count up to a scale of each unit.
+    """The inner products `(n, n)` of anchor and source units, where some parts count up to a factor of each unit.
 
     What a unit may scale, one side by c and the other by 1/c, is compared where both sides have one norm, and in
     absolute value: a candidate for the pairing, exact where two models differ by permutation and scale alone.
     """
-    scaled = [part for part in parts if part.scaled]
-    source = _balanced([(part.source, part.dual) for part in scaled])
-    anchor = _balanced([(part.anchor, part.dual) for part in scaled])
-    gain = (anchor @ source.mT).abs()
+    gain = sum((p.anchor @ p.source.mT for p in parts if p.scale is None), torch.zeros((), dtype=torch.float64))
+    scaled: dict[str, list[_Units]] = {}
     for part in parts:
-        if not part.scaled:
-            gain = gain + part.anchor @ part.source.mT
+        if part.scale is not None:
+            scaled.setdefault(part.scale.group.name, []).append(part)
+    for found in scaled.values():
+        duals = [part.scale is not None and part.scale.dual for part in found]
+        sides = [
+            list(zip(units, duals, strict=True)) for units in ([p.source for p in found], [p.anchor for p in found])
+        ]
+        side_by_side = _balanced if found[0].scale and found[0].scale.group.kind_name == "scale" else _beside
+        source, anchor = (side_by_side(side) for side in sides)
+        gain = gain + (anchor @ source.mT).abs()
     return gain
+
+
+def _beside(sides: list[tuple[Tensor, bool]]) -> Tensor:
+    return torch.cat([units for units, _ in sides], dim=-1)
 
 
 def _balanced(sides: list[tuple[Tensor, bool]]) -> Tensor:
@@ -350,6 +391,11 @@ def _balanced(sides: list[tuple[Tensor, bool]]) -> Tensor:
         norm2[int(dual)] += units.square().sum(-1)
     factor = (norm2[1] / norm2[0])[:, None] ** 0.25
     return torch.cat([units / factor if dual else units * factor for units, dual in sides], dim=-1)
+
+
+def _signature(pieces: Iterable[Piece]) -> object:
+    """Which parts of which parameters a certificate was computed over: it holds for these alone."""
+    return tuple((piece.block.params, piece.block.steps) for piece in pieces)
 
 
 def _distance2(pieces: Iterable[Piece], elements: Elements) -> float:
@@ -371,6 +417,7 @@ def _pairs(name: str, others: Elements, pieces: Iterable[Piece]) -> Iterator[_Pa
 
 _SOLVERS: dict[str, Callable[[Problem, Group, list[_Pair]], Tensor]] = {
     "orthogonal": Problem.orthogonal,
+    "centred_orthogonal": Problem.orthogonal,
     "rope_planes": Problem.rope_planes,
     "scale": Problem.scale,
     "sign": Problem.sign,

@@ -117,6 +117,33 @@ class Orthogonal(Kind):
         return float(torch.nan_to_num(error, nan=torch.inf).max()) if error.numel() else 0.0
 
 
+class CentredOrthogonal(Orthogonal):
+    """O(n) where it keeps the all-ones direction, which is O(n - 1): what commutes with taking off the mean."""
+
+    def random(
+        self,
+        batch: tuple[int, ...],
+        n: int,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float64,
+        proper: bool = False,
+    ) -> Tensor:
+        inner = super().random(batch, n - 1, generator, torch.float64, proper)
+        # The last n - 1 columns of the Householder matrix that maps the first unit vector to the all-ones direction.
+        v = torch.full((n,), n**-0.5, dtype=torch.float64)
+        v[0] -= 1
+        basis = torch.eye(n, dtype=torch.float64) - 2 * torch.outer(v, v) / v.dot(v).clamp_min(1e-300)
+        ones, rest = basis[:, :1], basis[:, 1:]
+        return (ones @ ones.T + rest @ inner @ rest.T).to(dtype)
+
+    def defect(self, element: Tensor) -> float:
+        orthogonal = super().defect(element)
+        if not orthogonal < float("inf"):
+            return orthogonal
+        moved = (element.double().sum(-1) - 1).abs()
+        return max(orthogonal, float(moved.max()) if moved.numel() else 0.0)
+
+
 class Permutation(Kind):
     """S_n; an element is an index vector `(n,)` with `act(p, x)[i] = x[p[i]]`."""
 
@@ -257,6 +284,7 @@ class RopePlanes(Kind):
 
 KINDS: dict[str, Kind] = {
     "orthogonal": Orthogonal(),
+    "centred_orthogonal": CentredOrthogonal(),
     "rope_planes": RopePlanes(),
     "permutation": Permutation(),
     "scale": Scale(),

@@ -19,6 +19,7 @@ import torch
 from rotfed.axes import ANY, Atom, Axis, parse_axes, parts, rename_atoms
 from rotfed.errors import SpecError
 from rotfed.groups import KINDS, Scale
+from rotfed.residual import bound_residual, with_residual
 from rotfed.spec import Entry, Group, SymmetrySpec
 
 _KEYS: dict[str, dict[str, type]] = {
@@ -32,11 +33,13 @@ _KEYS: dict[str, dict[str, type]] = {
         "untouched": list,
         "aliases": dict,
         "refuse": list,
+        "residual": dict,
         "tiny": dict,
         "examples": list,
     },
     "groups": {"kind": str, "axis": str, "per": list, "when": str},
-    "params": {"axes": str, "when": str, "optional": bool, "stack": str, "naming": str},
+    "params": {"axes": str, "when": str, "optional": bool, "stack": str, "naming": str, "head": bool},
+    "residual": {"kind": str, "axes": list, "folds": dict, "head": dict},
     "refuse": {"when": str, "because": str, "config": dict},
     "examples": {"name": str, "model_type": str, "classes": list, "config": dict},
 }
@@ -63,7 +66,7 @@ def parse_spec_file(text: str, name: str) -> dict[str, Any]:
     """Parse and check a spec file's text, independent of any configuration. Raises SpecError that names the fault."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, TypeError, AttributeError) as error:
         raise SpecError(f"{name}: expected TOML, found {error}") from error
     _check_table(name, data, "")
     if missing := sorted({"model_type", "layers", "sizes", "groups", "params"} - set(data)):
@@ -72,8 +75,17 @@ def parse_spec_file(text: str, name: str) -> dict[str, Any]:
         _check_table(f"{name}: refuse[{number}]", rule, "refuse")
         if missing := sorted({"when", "because"} - set(rule)):
             raise SpecError(f"{name}: refuse[{number}]: expected the keys {', '.join(missing)}, not found")
+    if "residual" in data:
+        _check_table(f"{name}: residual", data["residual"], "residual")
+        if missing := sorted({"kind", "folds", "head"} - set(data["residual"])):
+            raise SpecError(f"{name}: residual: expected the keys {', '.join(missing)}, not found")
     for number, example in enumerate(data.get("examples", [])):
         _check_table(f"{name}: examples[{number}]", example, "examples")
+        if example.get("model_type") not in data["model_type"]:
+            raise SpecError(f"{name}: examples[{number}]: expected a model_type of this file, found {example}")
+    for key in ("model_type", "untouched"):
+        if odd := [value for value in data.get(key, []) if not isinstance(value, str)]:
+            raise SpecError(f"{name}: {key}: expected strings, found {odd[0]!r}")
     for group, table in data["groups"].items():
         _check_table(f"{name}: groups.{group}", table, "groups")
     for group, table in data["groups"].items():
@@ -192,7 +204,7 @@ def _evaluate(expression: Any, config: Mapping[str, Any], where: str) -> Any:
             # Raises what is missing; a bare name is not looked at before it is used.
             str(value)
         return value
-    except (jinja2.TemplateError, TypeError, ArithmeticError) as error:
+    except Exception as error:  # an expression may fail in any way over values that it was not made for
         raise SpecError(f"{where}: cannot evaluate {expression!r} over the configuration: {error}") from error
 
 
@@ -261,12 +273,15 @@ def _no_spec(model_type: str) -> SpecError:
     )
 
 
-def load_spec(source: Any) -> SymmetrySpec:
+def load_spec(source: Any, residual: bool | str = False) -> SymmetrySpec:
     """Find the spec that describes a model and bind it to the model's configuration.
 
     Parameters: `source`, a transformers configuration, its dict, a model (wrapped or not), or the path of a model
-    directory or `config.json`. Returns the bound spec. Raises SpecError, in one sentence, where rotfed has no spec
-    for the `model_type` or a switch of the configuration takes away the symmetry.
+    directory or `config.json`; `residual`, whether the spec also acts on the residual stream, which takes a model with
+    its head and, in most architectures, `fold_norms` first; `"permutation"` uses no more than the permutations of the
+    stream, which every norm allows and which need no folding. Returns the bound spec. Raises SpecError, in one
+    sentence, where rotfed has no spec for the `model_type`, a switch of the configuration takes away the symmetry, or
+    the spec does not know the residual stream.
     """
     config = _config_of(source)
     model_type = config.model_type
@@ -274,12 +289,24 @@ def load_spec(source: Any) -> SymmetrySpec:
         raise _no_spec(model_type)
     family = supported_model_types()[model_type]
     values = {**config.to_dict(), **{new: getattr(config, new, None) for new in config.attribute_map}}
-    return bind_spec(spec_files()[family], family, model_type, {**values, "model_type": model_type})
+    return bind_spec(spec_files()[family], family, model_type, {**values, "model_type": model_type}, residual)
 
 
-def bind_spec(data: Mapping[str, Any], family: str, model_type: str, config: Mapping[str, Any]) -> SymmetrySpec:
+def bind_spec(
+    data: Mapping[str, Any], family: str, model_type: str, config: Mapping[str, Any], residual: bool | str = False
+) -> SymmetrySpec:
     """Bind a parsed spec file to a configuration's values: sizes become numbers, conditions are decided."""
     name = f"specs/{family}.toml"
+    remembered = None
+    if residual:
+        kind = _evaluate(data["residual"]["kind"], config, f"{name}: residual.kind") if "residual" in data else None
+        if kind is None:
+            raise SpecError(f"{model_type}: {name} does not know the residual stream; load it without residual=True")
+        if residual not in (True, "permutation"):
+            raise SpecError(f"residual: expected True, False or 'permutation', found {residual!r}")
+        kind = kind if residual is True else "permutation"
+        data = with_residual(data, kind, name)
+        remembered = bound_residual(data, kind)
     for rule in data.get("refuse", []):
         if _evaluate(rule["when"], config, f"{name}: refuse"):
             raise SpecError(f"{model_type}: {rule['because']}")
@@ -312,6 +339,7 @@ def bind_spec(data: Mapping[str, Any], family: str, model_type: str, config: Map
         tuple(entries),
         aliases,
         tuple(data.get("untouched", [])),
+        remembered,
     )
 
 
@@ -420,4 +448,5 @@ class _Stack:
             layers,
             index and self.qualified(index),
             table.get("naming"),
+            bool(table.get("head", False)),
         )

@@ -28,21 +28,22 @@ class Nearest:
 
 
 def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
-    """The spec whose parameter names fit `params` best, by the share of names in common; None where none is shared.
+    """The spec whose parameter names are most of those of `params`; None where none is shared.
 
     Only names are compared: a spec that fits here still has to be proved by `check_spec`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in params.items():
         shapes.setdefault(_NUMBER.sub("*", name), tuple(tensor.shape))
-    best: tuple[float, Nearest] | None = None
+    best: tuple[tuple[int, float], Nearest] | None = None
     for family, data in spec_files().items():
         for patterns in _namings(data["params"], data.get("aliases", {})):
             found = {name: hit for name in shapes if (hit := _suffix_in(name, patterns))}
             if not found:
                 continue
-            overlap = 2 * len(found) / (len(shapes) + len(patterns))
-            if best is None or overlap > best[0]:
+            # A file for many variants has names that no one model has, which must not count against it.
+            fit = (len(found), len(found) / len(patterns))
+            if best is None or fit > best[0]:
                 nearest = Nearest(
                     family,
                     tuple(data["model_type"]),
@@ -50,7 +51,7 @@ def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
                     {name: shape for name, shape in shapes.items() if name not in found},
                     tuple(sorted(patterns - set(found.values()))),
                 )
-                best = overlap, nearest
+                best = fit, nearest
     return best[1] if best else None
 
 

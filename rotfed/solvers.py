@@ -150,7 +150,11 @@ def optimal_scale(
         & ((candidate > 0) | (not proper))
     )
     candidate = torch.where(usable, candidate, 1.0)
-    candidate = torch.cat([torch.ones_like(candidate[..., :1]), candidate], dim=-1)
+    # Without a direct side the quartic degenerates: ||T / c - B||^2 is least at c = ||T||^2 / <B, T>.
+    alone = torch.where(dual != 0, dual2 / torch.where(dual != 0, dual, torch.ones_like(dual)), torch.ones_like(dual))
+    lone = ~solvable & (alone.abs() > 1e-3) & (alone.abs() < 1e3) & ((alone > 0) | (not proper))
+    alone = torch.where(lone, alone, torch.ones_like(alone))
+    candidate = torch.cat([torch.ones_like(candidate[..., :1]), alone[..., None], candidate], dim=-1)
     cost = norm2[..., None] * candidate**2 - 2 * inner[..., None] * candidate
     cost = cost + dual2[..., None] / candidate**2 - 2 * dual[..., None] / candidate
     best = cost.argmin(-1, keepdim=True)

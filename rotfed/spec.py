@@ -64,7 +64,7 @@ class Entry:
 
     `layers` are the layers that have the parameter, empty for one outside the layers. `index` is the size over which
     the parameter is spread, one tensor for each expert; it is then the first axis. `naming` ties the entry to one set
-    of names, None for all of them.
+    of names, None for all of them. `head` marks a parameter of a task head, beside the backbone.
     """
 
     name: str
@@ -74,6 +74,7 @@ class Entry:
     layers: tuple[int, ...] = ()
     index: str | None = None
     naming: str | None = None
+    head: bool = False
 
     @property
     def layered(self) -> bool:
@@ -157,6 +158,19 @@ class Resolution:
 
 
 @dataclass(frozen=True)
+class Residual:
+    """How a spec uses the residual stream.
+
+    `folds` maps each norm to the layers that read it. Where the stream may be rotated, models have to be `folded`;
+    `centred` where LayerNorm takes the mean off, too.
+    """
+
+    folds: Mapping[str, tuple[str, ...]]
+    folded: bool
+    centred: bool
+
+
+@dataclass(frozen=True)
 class SymmetrySpec:
     """The symmetries of one transformer: groups, and the axis string of every parameter of its backbone.
 
@@ -174,6 +188,7 @@ class SymmetrySpec:
     entries: tuple[Entry, ...]
     aliases: Mapping[str, Mapping[str, str]]
     untouched: tuple[str, ...] = ()
+    residual: Residual | None = None
 
     @property
     def source(self) -> str:
@@ -230,16 +245,18 @@ class SymmetrySpec:
         ordered = [tuple(name for name in self.groups if name in c) for c in components]
         return sorted(ordered, key=lambda c: list(self.groups).index(c[0]))
 
-    def resolve(self, params: Mapping[str, Tensor]) -> Resolution:
+    def resolve(self, params: Mapping[str, Tensor], folded: bool = True) -> Resolution:
         """Lay the spec over `params`, a mapping from parameter names to tensors.
 
         Names may carry any prefix (a bare backbone, a task model, a wrapper); what stands outside the prefix is a
         task head and left alone. A stack of layers of which nothing is there (the encoder of an encoder-decoder on
-        its own) is left out. Raises SpecError for a parameter that is missing, unknown, misshapen, shared with
-        another one, or held in a type that no group can act on.
+        its own) is left out. With the residual stream the head that reads it has to be there, and, unless `folded` is
+        False, the norms have to be folded. Raises SpecError for a parameter that is missing, unknown, misshapen, shared
+        with another one, or held in a type that no group can act on.
         """
         _check_tensors(params)
         prefix, naming = self.locate(params)
+        beside = prefix[: prefix.rstrip(".").rfind(".") + 1] if prefix else ""
         blocks: list[Block] = []
         names: dict[str, str] = {}
         stacks = tuple(stack for stack in self.layers if self._has_stack(stack, prefix, naming, params))
@@ -248,7 +265,8 @@ class SymmetrySpec:
                 continue
             for layer in entry.layers if entry.layered else (None,):
                 spread = self._spread(entry, layer)
-                present = {spec_name: prefix + self._rename(spec_name, naming, layer) for spec_name in spread}
+                start = beside if entry.head else prefix
+                present = {spec_name: start + self._rename(spec_name, naming, layer) for spec_name in spread}
                 missing = [name for name in present.values() if name not in params]
                 if missing and entry.optional:
                     continue
@@ -272,11 +290,41 @@ class SymmetrySpec:
                 f"{inside[0]}: no entry in {self.source}{more}; the architecture differs from the family's, so rotfed "
                 f"refuses it: add an entry, then run 'rotfed check'"
             )
-        left_alone = tuple(name for name in params if not name.startswith(prefix))
+        left_alone = tuple(name for name in params if not name.startswith(prefix) and name not in known)
         if adapters := [name for name in left_alone if _ADAPTER_BESIDE.search(name)]:
             raise _adapter(adapters[0])
+        if self.residual is not None:
+            self._check_residual(params, names, left_alone, folded)
         _check_storage(blocks, params)
         return Resolution(prefix, naming, names, tuple(blocks), stacks, left_alone)
+
+    def _check_residual(
+        self, params: Mapping[str, Tensor], names: Mapping[str, str], left_alone: tuple[str, ...], folded: bool
+    ) -> None:
+        """Refuse a head that may read the residual stream unknown to the spec, a missing one, and unfolded norms."""
+        assert self.residual is not None
+        if left_alone:
+            raise SpecError(
+                f"{left_alone[0]}: no entry in [residual.head] of {self.source}, so it may read the residual stream; "
+                "load the spec without residual=True, or add an entry"
+            )
+        heads = [entry.name for entry in self.entries if entry.head]
+        if not any(name in names for name in heads):
+            raise SpecError(
+                f"{heads[0]}: expected beside the backbone, not found; what a bare backbone puts out is in the frame "
+                "of its residual stream: load the spec without residual=True"
+            )
+        if not (folded and self.residual.folded):
+            return
+        for norm in self.residual.folds:
+            for layer in range(self.num_layers) if "{layer}" in norm else (None,):
+                here = norm.replace("{layer}", str(layer))
+                for name, value in ((f"{here}.weight", 1), (f"{here}.bias", 0)):
+                    if name in names and not params[names[name]].is_meta and bool((params[names[name]] != value).any()):
+                        raise SpecError(
+                            f"{names[name]}: expected a norm that is folded into the layers that read it; pass "
+                            "rotfed.fold_norms(params, spec), which computes the same"
+                        )
 
     def locate(self, params: Mapping[str, Tensor]) -> tuple[str, str]:
         """The prefix and the naming under which most of the spec's parameters are found in `params`."""
@@ -316,6 +364,11 @@ class SymmetrySpec:
                 for layer in entry.layers if entry.layered else (None,):
                     for name in self._spread(entry, layer):
                         yield self._rename(name, naming, layer)
+
+    def names_of(self, entry: Entry) -> Iterator[str]:
+        """The spec's names of an entry's parameters, over layers and over what it is spread over."""
+        for layer in entry.layers if entry.layered else (None,):
+            yield from self._spread(entry, layer)
 
     def _has_stack(self, stack: str | None, prefix: str, naming: str, params: Mapping[str, Tensor]) -> bool:
         if stack is None:
@@ -445,15 +498,22 @@ def _check_tensors(params: Mapping[str, Tensor]) -> None:
 
 
 def _check_storage(blocks: Iterable[Block], params: Mapping[str, Tensor]) -> None:
-    """Refuse two parameters that are one tensor: moved apart they could not be tied again."""
-    owners: dict[int, str] = {}
-    for name in dict.fromkeys(name for block in blocks for name in block.params):
-        tensor = params[name]
-        if tensor.is_meta or not tensor.numel():
-            continue
-        owner = owners.setdefault(tensor.data_ptr(), name)
-        if owner != name:
-            raise SpecError(
-                f"{name}: shares its values with {owner}, and each would be moved in a way of its own; rotfed does "
-                "not align models that tie these parameters: untie them by a copy first"
-            )
+    """Refuse two parameters that are one tensor, unless they move alike: moved apart they could not be tied again."""
+    moves: dict[tuple[str, ...], list[object]] = {}
+    for block in blocks:
+        actions = [(action.group.name, action.dual, action.order) for action in block.actions]
+        # Elements that differ by layer move two layers apart.
+        layer = block.layer if any(action.group.layered for action in block.actions) else None
+        moves.setdefault(block.params, []).append((layer, block.steps, block.shape, actions))
+    owners: dict[int, tuple[str, object]] = {}
+    for names, move in moves.items():
+        for name in names:
+            tensor = params[name]
+            if tensor.is_meta or not tensor.numel():
+                continue
+            owner, same = owners.setdefault(tensor.data_ptr(), (name, move))
+            if owner != name and same != move:
+                raise SpecError(
+                    f"{name}: shares its values with {owner}, and each would be moved in a way of its own; rotfed does "
+                    "not align models that tie these parameters: untie them by a copy first"
+                )

@@ -127,3 +127,11 @@ def test_assign_equals_brute_force(n: int, seed: int) -> None:
     gain = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     best = max(sum(float(gain[i, j]) for i, j in enumerate(p)) for p in itertools.permutations(range(n)))
     assert float(gain[torch.arange(n), assign(gain)].sum()) == pytest.approx(best)
+
+
+@given(st.floats(-4, 4).filter(lambda c: abs(c) > 0.01), SEED)
+def test_a_scale_is_found_from_its_dual_side_alone(c: float, seed: int) -> None:
+    source = matrix(7, seed=seed)
+    zero = torch.zeros((), dtype=torch.float64)
+    found = optimal_scale(zero, zero, source.square().sum(), (source / c * source).sum())
+    torch.testing.assert_close(found, torch.tensor(c, dtype=torch.float64))
