@@ -91,7 +91,7 @@ def test_specs_lists_every_type_with_its_groups() -> None:
         assert text in result.stdout
     for name in ("llama", "mistral"):
         one = rotfed("specs", name)
-        assert one.exit_code == 0 and one.stdout.startswith("llama: llama, mistral") and "bert" not in one.stdout
+        assert one.exit_code == 0 and one.stdout.startswith("llama: llama, mistral") and "roberta" not in one.stdout
     unknown = rotfed("specs", "mamba")
     assert unknown.exit_code == 1 and unknown.stderr.startswith("refused: mamba: no such family or model_type")
 

@@ -58,7 +58,7 @@ def test_malformed_axis_strings_are_refused(text: str) -> None:
         (
             'kind = "permutation"',
             'kind = "shuffle"',
-            "expected one of orthogonal, rope_planes, permutation, scale, sign",
+            "expected one of orthogonal, centred_orthogonal, rope_planes, permutation, scale, sign",
         ),
         ('"embed" = "_ shared"', '"embed" = "_ sharde"', "'sharde' is neither in"),
         ('"embed" = "_ shared"', '"embed" = "_ shared*gone"', "'gone' after"),
@@ -225,8 +225,8 @@ def test_load_spec_takes_what_users_have(tmp_path: Path) -> None:
         ({"model_type": "mamba"}, "mamba: no spec for this model_type; 'rotfed specs' lists"),
         ({"hidden_size": 4}, "expected the key 'model_type'"),
         ({"model_type": "bert", "position_embedding_type": "relative_key"}, "must be 'absolute'"),
-        ({"model_type": "bert", "is_decoder": True, "add_cross_attention": True}, "add_cross_attention is set"),
-        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention is set"),
+        ({"model_type": "big_bird", "is_decoder": True, "add_cross_attention": True}, "add_cross_attention is set"),
+        ({"model_type": "albert", "inner_group_num": 2}, "inner_group_num"),
     ],
 )
 def test_configurations_without_the_symmetry_are_refused(values: dict[str, Any], error: str, tmp_path: Path) -> None:
