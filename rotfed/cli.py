@@ -1,20 +1,57 @@
-"""The command line: what rotfed knows, and whether a model is safe to align."""
+"""The command line: what rotfed knows, whether a model is safe to align, and one model made of several."""
 
+import contextlib
 import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
+from torch import Tensor
 
 import rotfed
+from rotfed.align import align
+from rotfed.anchors import align_all
+from rotfed.barrier import Score, barrier_of, line, losses_along, score
+from rotfed.checkpoints import (
+    Checkpoint,
+    Common,
+    check_target,
+    common_parameters,
+    layer_names,
+    load_model,
+    model_with,
+    new_model,
+    other_settings,
+    read_batches,
+    read_checkpoint,
+    stored_parameters,
+    weight_files,
+    with_tied_head,
+    write_checkpoint,
+)
 from rotfed.checks import check_spec, randomize
-from rotfed.errors import RotfedError, SpecError
+from rotfed.errors import AlignmentError, RotfedError, SpecError
 from rotfed.library import load_spec, read_config, spec_files, supported_model_types
+from rotfed.mergers import normalised_weights, weighted_mean
 from rotfed.nearest import Nearest, nearest_spec
+from rotfed.residual import fold_norms
 from rotfed.spec import Resolution, SymmetrySpec
+from rotfed.transform import to_work
+
+ANCHORS = ("medoid", "consensus", "progressive", "tree")
+
+Residual = Annotated[bool, typer.Option(help="Align the residual stream, too, where the spec knows it.")]
+Layers = Annotated[str, typer.Option(help="Numbers of the layers to align, such as 0,1; all by default.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Examples that the model takes at once.")]
+_DATA = "A safetensors file of examples: the arguments of the model's forward pass, and labels."
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_show_locals=False
@@ -44,7 +81,7 @@ def check(
     """
     console = Console(soft_wrap=True, highlight=False)
     try:
-        stored = _stored_parameters(model)
+        stored = stored_parameters(model)
         try:
             spec = load_spec(model)
             resolution = spec.resolve(stored) if stored else None
@@ -92,6 +129,285 @@ def specs(
         console.print(f"{len(supported_model_types())} model types in {len(known)} families")
 
 
+@app.command()
+def merge(
+    models: Annotated[list[Path], typer.Argument(help="Transformers model directories of one architecture.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The model directory to write.")],
+    anchor: Annotated[str, typer.Option(help=f"The frame to merge in: {', '.join(ANCHORS)}.")] = "consensus",
+    weights: Annotated[str, typer.Option(help="Shares of the models, such as 2,1,1; equal by default.")] = "",
+    residual: Residual = True,
+    layers: Layers = "",
+    data: Annotated[Path | None, typer.Option(help=f"{_DATA} Measures the losses.")] = None,
+    batch_size: BatchSize = 64,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model directory that is there.")] = False,
+) -> None:
+    """Make one model of several.
+
+    Brings the models into one frame, which changes what none of them computes, takes their weighted mean, and writes
+    it as a model directory with the first one's configuration and tokenizer. Prints how far the models are from their
+    mean before and after; with --data, also the losses of all models, of the plain mean and of the merged model.
+    Exits with 1 and one sentence where the models cannot be merged.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    with _refusals():
+        if len(models) < 2:
+            raise AlignmentError(f"models: expected at least two to merge, found {len(models)}")
+        if anchor not in ANCHORS:
+            raise AlignmentError(f"anchor: expected one of {', '.join(ANCHORS)}, found {anchor!r}")
+        shares = normalised_weights(len(models), _numbers("weights", weights, float))
+        check_target(out, models, force)
+        checkpoints = [read_checkpoint(model) for model in models]
+        first = checkpoints[0]
+        common = common_parameters(checkpoints)
+        _print_differences(console, checkpoints, common)
+        chosen = _numbers("layers", layers, int)
+        spec, parties, stream = _form(checkpoints, common, residual, chosen)
+        console.print(f"{spec.model_type}: {len(models)} models by {spec.source}, anchor {anchor}", markup=False)
+        console.print(stream, markup=False)
+        scores = [] if data is None else _score_parties(checkpoints, common, shares, data, batch_size)
+
+        with _notes(console):
+            aligned = [a.params for a in align_all(parties, spec, anchor, shares, layers=chosen)]
+        merged = first.restored({**first.params, **weighted_mean(aligned, shares)})
+        _print_distances(console, spec, parties, aligned, shares)
+        write_checkpoint(out, merged, first.path)
+        console.print(f"wrote {out}", markup=False)
+        if data is not None:
+            scores.append(("merged", _score(first, merged, data, batch_size)))
+            _print_scores(console, scores, shares)
+
+
+@app.command()
+def barrier(
+    one: Annotated[Path, typer.Argument(help="A transformers model directory, which stays where it is.")],
+    other: Annotated[Path, typer.Argument(help="One of the same architecture, which is aligned to it.")],
+    data: Annotated[Path, typer.Option(help=_DATA)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The folder for barrier.json and barrier.png.")],
+    points: Annotated[int, typer.Option(help="Points on the line, both ends among them.")] = 11,
+    residual: Residual = True,
+    layers: Layers = "",
+    batch_size: BatchSize = 64,
+) -> None:
+    """Measure the loss on the line between two models, before and after alignment.
+
+    The barrier is how far the loss rises above the line between its two ends, in nats where it is a cross-entropy.
+    Exits with 1 and one sentence where the models cannot be compared.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    started = time.perf_counter()
+    with _refusals():
+        figure = _blank_figure()
+        places = line(points)
+        checkpoints = [read_checkpoint(one), read_checkpoint(other)]
+        common = common_parameters(checkpoints)
+        if differing := [*common.kept.items(), *common.left_out.items()]:
+            raise AlignmentError(f"{differing[0][0]}: expected alike in both models, found {differing[0][1]}")
+        _print_differences(console, checkpoints, common)
+        chosen = _numbers("layers", layers, int)
+        spec, (anchor, source), stream = _form(checkpoints, common, residual, chosen)
+        console.print(stream, markup=False)
+        model = model_with(checkpoints[0], checkpoints[0].params)
+        batches = read_batches(data, model, batch_size)
+        alignment = align(source, anchor, spec, layers=chosen)
+        lines = {}
+        for when, ends in (("before", common.models), ("after", [anchor, alignment.params])):
+            # Their names in memory, where each is one tensor that the model computes with.
+            start, end = (model_with(checkpoints[0], _in_files(checkpoints[0], params)).state_dict() for params in ends)
+            losses = losses_along(lambda params: score(model, params, batches).loss, start, end, places)
+            lines[when] = {"barrier": barrier_of(places, losses), "losses": losses}
+        out.mkdir(parents=True, exist_ok=True)
+        result = {
+            "config": {
+                "one": str(one),
+                "other": str(other),
+                "data": str(data),
+                "points": points,
+                "examples": sum(len(batch["labels"]) for batch in batches),
+                "residual": spec.residual is not None,
+                "layers": list(spec.select_layers(chosen)),
+            },
+            "versions": {"rotfed": rotfed.__version__, "torch": torch.__version__},
+            "seconds": round(time.perf_counter() - started, 2),
+            "distance": {"before": alignment.distance_before, "after": alignment.distance_after},
+            "places": places,
+            **lines,
+        }
+        (out / "barrier.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        _draw(figure, out / "barrier.png", places, lines)
+        console.print(
+            f"barrier: {lines['before']['barrier']:.4f} before alignment, {lines['after']['barrier']:.4f} after (nats)"
+        )
+        console.print(f"wrote {out / 'barrier.json'} and {out / 'barrier.png'}", markup=False)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn a RotfedError, or a disk's, into one sentence and exit code 1."""
+    try:
+        yield
+    except RotfedError as refusal:
+        _refuse(refusal)
+    except OSError as error:
+        _refuse(RotfedError(f"{error.filename or 'disk'}: expected to read and write there, found: {error.strerror}"))
+
+
+@contextlib.contextmanager
+def _notes(console: Console) -> Iterator[None]:
+    """Print warnings as lines of their own."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        console.print(f"note: {warning.message}", markup=False)
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], _Number]) -> list[_Number] | None:
+    """The numbers of an option such as 2,1,1; None for an empty one."""
+    try:
+        return [kind(part) for part in text.split(",")] if text else None
+    except ValueError as error:
+        raise AlignmentError(f"{option}: expected numbers with commas between, such as 2,1, found {text!r}") from error
+
+
+def _form(
+    checkpoints: Sequence[Checkpoint], common: Common, residual: bool, layers: Sequence[int] | None
+) -> tuple[SymmetrySpec, list[dict[str, Tensor]], str]:
+    """The spec to align by, the models in the form that it takes, and what that means for the residual stream."""
+    first = checkpoints[0]
+    refused = ""
+    if not residual:
+        refused = "--no-residual"
+    elif len(first.spec.select_layers(layers)) < first.spec.num_layers:
+        refused = "--layers leaves out some of the layers that share it"
+    elif common.kept:
+        refused = f"{next(iter(common.kept))} differs between the models"
+    if not refused:
+        try:
+            spec = load_spec(first.path, residual=True)
+            models = [fold_norms(with_tied_head(model, spec, first), spec) for model in common.models]
+        except SpecError as refusal:
+            refused = str(refusal)
+        else:
+            assert spec.residual is not None
+            kinds = ", ".join(spec.groups[name].kind_name for name in spec.groups if name.startswith("residual"))
+            folded = "; norms folded into the layers that read them" if spec.residual.folded else ""
+            return spec, models, f"residual stream: aligned ({kinds}{folded})"
+    return first.spec, common.models, f"residual stream: left as it is ({refused})"
+
+
+def _in_files(checkpoint: Checkpoint, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters that a directory's files hold; those that are tied to others are left out."""
+    return {name: params[name] for name in checkpoint.types}
+
+
+def _score(checkpoint: Checkpoint, params: Mapping[str, Tensor], data: Path, batch_size: int) -> Score:
+    """Measure a directory's model, with the given parameters, on a file of examples."""
+    model = model_with(checkpoint, params)
+    return score(model, dict(model.state_dict()), read_batches(data, model, batch_size))
+
+
+def _score_parties(
+    checkpoints: Sequence[Checkpoint], common: Common, shares: Sequence[float], data: Path, batch_size: int
+) -> list[tuple[str, Score | None]]:
+    """The scores of every model, where its head is the first one's, and of the plain mean."""
+    first = checkpoints[0]
+    scores: list[tuple[str, Score | None]] = []
+    for checkpoint in checkpoints:
+        alike = checkpoint is first or not (common.kept or common.left_out)
+        scored = _score(checkpoint, checkpoint.params, data, batch_size) if alike else None
+        scores.append((str(checkpoint.path), scored))
+    plain = first.restored({**first.params, **weighted_mean(common.models, shares)})
+    return [*scores, ("plain mean", _score(first, plain, data, batch_size))]
+
+
+def _print_differences(console: Console, checkpoints: Sequence[Checkpoint], common: Common) -> None:
+    first, *others = checkpoints
+    for other in others:
+        if settings := other_settings(first, other):
+            console.print(
+                f"note: {other.path} has {'; '.join(settings)}; the configuration of {first.path} is used",
+                markup=False,
+            )
+    for title, names in [(f"kept from {first.path}, not merged", common.kept), ("left out", common.left_out)]:
+        if names:
+            console.print(f"{title}: {', '.join(f'{name} ({what})' for name, what in names.items())}", markup=False)
+
+
+def _print_distances(
+    console: Console,
+    spec: SymmetrySpec,
+    before: Sequence[Mapping[str, Tensor]],
+    after: Sequence[Mapping[str, Tensor]],
+    shares: Sequence[float],
+) -> None:
+    means = [(models, weighted_mean(models, shares)) for models in (before, after)]
+    table = Table("layer", "before", "after", title="distance of the models from their mean, averaged over the models")
+    for layer, names in layer_names(spec, before[0]).items():
+        table.add_row(layer, *(f"{_mean_distance(models, mean, names):.4g}" for models, mean in means))
+    table.add_section()
+    every = list(before[0])
+    table.add_row("all", *(f"{_mean_distance(models, mean, every):.4g}" for models, mean in means))
+    console.print(table)
+
+
+def _mean_distance(models: Sequence[Mapping[str, Tensor]], mean: Mapping[str, Tensor], names: Sequence[str]) -> float:
+    """The Euclidean distance from `mean` over some floating-point parameters, averaged over the models."""
+    distances = [
+        math.sqrt(
+            sum(
+                float((to_work(model[name]) - to_work(mean[name])).square().sum())
+                for name in names
+                if model[name].is_floating_point()
+            )
+        )
+        for model in models
+    ]
+    return sum(distances) / len(distances)
+
+
+def _print_scores(console: Console, scores: Sequence[tuple[str, Score | None]], shares: Sequence[float]) -> None:
+    table = Table(Column("model", overflow="fold"), "loss", "accuracy")
+    for name, found in scores:
+        accuracy = "" if found is None or found.accuracy is None else f"{found.accuracy:.1%}"
+        table.add_row(Text(name), "another head" if found is None else f"{found.loss:.4f}", accuracy)
+    console.print(table)
+    *parties, (_, plain), (_, merged) = scores
+    losses = [found.loss for _, found in parties if found is not None]
+    if plain and merged and len(losses) == len(parties):
+        level = sum(share * loss for share, loss in zip(shares, losses, strict=True))
+        console.print(
+            f"barrier: {plain.loss - level:.4f} of the plain mean, {merged.loss - level:.4f} of the merged model "
+            "(nats above the mean of the models' own losses)"
+        )
+
+
+def _blank_figure() -> Any:
+    """An empty picture. Raises RotfedError where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RotfedError(
+            "matplotlib: expected for the picture of the barrier, not installed; pip install 'rotfed[plots]'"
+        ) from error
+    return Figure(figsize=(5.0, 3.6), layout="constrained")
+
+
+def _draw(figure: Any, path: Path, places: Sequence[float], lines: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw the losses along the line before and after alignment, in two of Okabe and Ito's colours."""
+    axes = figure.add_subplot()
+    for (when, found), colour, style in zip(lines.items(), ("#D55E00", "#0072B2"), ("s--", "o-"), strict=True):
+        label = f"{when} alignment: barrier {found['barrier']:.3f}"
+        axes.plot(places, found["losses"], style, color=colour, label=label)
+    axes.set_xlabel("t, in (1 - t) one + t other")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper center")
+    figure.savefig(path, dpi=150)
+
+
 def _refuse(refusal: RotfedError, nearest: Nearest | None = None) -> None:
     """Print one sentence on the error stream, what comes closest below it, and exit with 1."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -134,58 +450,8 @@ def _print_spec(console: Console, spec: SymmetrySpec, resolution: Resolution | N
         console.print(f"task head, left alone: {', '.join(resolution.left_alone)}")
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory: those of its index, else the one file, else all there are."""
-    if not path.is_dir():
-        return []
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise SpecError(f"{index}: expected an index of safetensors files, found {error!r}") from error
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise SpecError(f"{path}: expected a whole model, found an adapter; merge it into its model first")
-    single = path / "model.safetensors"
-    return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
-
-
-def _stored_parameters(path: Path) -> dict[str, torch.Tensor]:
-    """The names, shapes and types in a directory's safetensors files, as tensors without data; empty without any."""
-    from safetensors import SafetensorError, safe_open
-
-    tensors = {}
-    for file in _weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - safe_open is no mapping
-                    entry = opened.get_slice(name)
-                    dtype = _SAFETENSORS_TYPES.get(entry.get_dtype(), torch.int8)
-                    tensors[name] = torch.empty(entry.get_shape(), dtype=dtype, device="meta")
-        except (SafetensorError, OSError) as error:
-            raise SpecError(f"{file}: expected a safetensors file, found {error}; download it again") from error
-    return tensors
-
-
-_SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def _load_model(path: Path, seed: int) -> tuple[Any, str]:
+def _load_model(path: Path, seed: int) -> tuple[torch.nn.Module, str]:
     """The model of a directory with its weights, or a random one of its configuration, and which of the two it is."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    folder = path if path.is_dir() else path.parent
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-        architecture = next(iter(config.architectures or []), None)
-        model_class = getattr(transformers, architecture, None) if architecture else None
-        if path.is_dir() and (_weight_files(path) or any(folder.glob("pytorch_model*.bin"))):
-            loader = model_class or transformers.AutoModel
-            return loader.from_pretrained(str(folder), local_files_only=True), "its own weights"
-        loader = model_class._from_config if model_class else transformers.AutoModel.from_config
-        return randomize(loader(config), torch.Generator().manual_seed(seed)), "random weights"
-    except (OSError, ValueError, RuntimeError, ImportError, AttributeError, TypeError, KeyError) as error:
-        first_line = next(iter(str(error).strip().splitlines()), repr(error))
-        raise SpecError(f"{path}: expected a model that transformers can load, found: {first_line}") from error
+    if path.is_dir() and (weight_files(path) or any(path.glob("pytorch_model*.bin"))):
+        return load_model(path), "its own weights"
+    return randomize(new_model(path), torch.Generator().manual_seed(seed)), "random weights"

@@ -15,7 +15,7 @@ LAYERS = [
     {"library"},
     {"descent", "mergers", "checks"},
     {"align"},
-    {"anchors", "examples", "nearest"},
+    {"anchors", "barrier", "checkpoints", "examples", "nearest"},
     {"flower.records"},
     {"flower.replies"},
     {"flower.mods", "flower.strategy"},

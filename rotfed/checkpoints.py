@@ -1,0 +1,415 @@
+"""Model directories of transformers: what their safetensors files hold, what several have in common, a new one."""
+
+import contextlib
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rotfed.align import check_finite
+from rotfed.checks import with_plain_experts
+from rotfed.errors import AlignmentError, SpecError
+from rotfed.library import load_spec
+from rotfed.mergers import restore_type
+from rotfed.spec import SymmetrySpec
+
+# Whatever transformers raises for a directory that it cannot load.
+_LOADING_ERRORS = (OSError, ValueError, RuntimeError, ImportError, AttributeError, TypeError, KeyError)
+
+_SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# What a directory needs beside its weights: configurations, tokenizers, processors, chat templates.
+_COPIED = {".json", ".txt", ".model", ".jinja", ".spm", ".tiktoken"}
+_OF_THE_TRAINING = ("*.index.json", "trainer_state.json", "*_results.json", "adapter_config.json")
+_TEMPLATES = "additional_chat_templates"
+
+# Settings that change no function, or only that of a task head.
+_HARMLESS = {
+    "architectures",
+    "dtype",
+    "finetuning_task",
+    "gradient_checkpointing",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "task_specific_params",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory: those of its index, else the one file, else all there are."""
+    if not path.is_dir():
+        return []
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise SpecError(f"{index}: expected an index of safetensors files, found {error!r}") from error
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise SpecError(f"{path}: expected a whole model, found an adapter; merge it into its model first")
+    single = path / "model.safetensors"
+    return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def stored_parameters(path: Path) -> dict[str, Tensor]:
+    """The names, shapes and types in a directory's safetensors files, as tensors without data; empty without any."""
+
+    def header(opened: Any, name: str) -> Tensor:
+        entry = opened.get_slice(name)
+        dtype = _SAFETENSORS_TYPES.get(entry.get_dtype(), torch.int8)
+        return torch.empty(entry.get_shape(), dtype=dtype, device="meta")
+
+    return {name: tensor for file in weight_files(path) for name, tensor in _entries(file, header)}
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file. Raises SpecError for one that is missing or damaged."""
+    return dict(_entries(file, lambda opened, name: opened.get_tensor(name)))
+
+
+def _entries(file: Path, read: Callable[[Any, str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - safe_open is no mapping
+                yield name, read(opened, name)
+    except (SafetensorError, OSError) as error:
+        raise SpecError(f"{file}: expected a safetensors file, found {error}; download it again") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A model directory that was read.
+
+    `params` are under the names of its files, half-precision ones widened to float32, so that what is computed with
+    them is rounded once; `types` are those of the files. `spec` is without the residual stream.
+    """
+
+    path: Path
+    config: Any
+    spec: SymmetrySpec
+    params: Mapping[str, Tensor]
+    types: Mapping[str, torch.dtype]
+
+    def restored(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `params` that the files hold, in the files' order and types."""
+        return {name: restore_type(params[name], dtype) for name, dtype in self.types.items()}
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a model directory. Raises RotfedError where it has no weights, no spec, or values that are not finite."""
+    spec = load_spec(path)
+    stored = {name: tensor for file in weight_files(path) for name, tensor in read_tensors(file).items()}
+    if not stored:
+        raise SpecError(
+            f"{path}: expected a model directory with safetensors files, found none; write one with save_pretrained"
+        )
+    check_finite(stored, f"model {path}")
+    with _loading(path):
+        config = _config(path)
+    types = {name: tensor.dtype for name, tensor in stored.items()}
+    return Checkpoint(path, config, spec, {name: widened(tensor) for name, tensor in stored.items()}, types)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Half precision as float32, anything else as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What several directories have in common
+
+
+@dataclass(frozen=True)
+class Common:
+    """What several models share: one mapping a model, all under the first one's names, of equal shapes.
+
+    `kept` are the first model's parameters of which another has none, or one of another shape, and what it has;
+    `left_out` those that only another model has.
+    """
+
+    models: list[dict[str, Tensor]]
+    kept: Mapping[str, str]
+    left_out: Mapping[str, str]
+
+
+def common_parameters(checkpoints: Sequence[Checkpoint]) -> Common:
+    """Match the parameters of several models, which may be named as different versions of transformers name them.
+
+    Task heads, and what else no group acts on and a model may be without, may differ. Raises AlignmentError for
+    models that differ anywhere else, SpecError for one that its own spec does not fit.
+    """
+    first, *others = checkpoints
+    ours = first.spec.resolve(first.params)
+    optional = {name for entry in first.spec.entries if entry.optional for name in first.spec.names_of(entry)}
+    loose = {*ours.left_alone, *(ours.names[name] for name in optional if name in ours.names)}
+    kept: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    renamed = [first.params]
+    for other in others:
+        _check_alike(first, other)
+        theirs = other.spec.resolve(other.params)
+        table = {name: ours.names.get(spec_name, name) for spec_name, name in theirs.names.items()}
+        params = {table.get(name, name): tensor for name, tensor in other.params.items()}
+        for name, expected in first.params.items():
+            found = str(tuple(params[name].shape)) if name in params else "none"
+            if found == str(tuple(expected.shape)):
+                continue
+            if name not in loose:
+                remedy = "one architecture and vocabulary" if name in params else "one version of transformers"
+                raise AlignmentError(
+                    f"{name}: expected shape {tuple(expected.shape)} as in {first.path}, found {found} in "
+                    f"{other.path}; merge models of {remedy}"
+                )
+            kept.setdefault(name, f"{tuple(expected.shape)}, {found} in {other.path}")
+        loose_there = {*theirs.left_alone, *(table[theirs.names[name]] for name in optional if name in theirs.names)}
+        for name in params:
+            if name not in first.params:
+                if name not in loose_there:
+                    raise AlignmentError(
+                        f"{name}: expected in {first.path} as in {other.path}, found none; merge models of one version "
+                        "of transformers"
+                    )
+                left_out.setdefault(name, f"{tuple(params[name].shape)} in {other.path}")
+        renamed.append(params)
+    shared = [name for name in first.params if name not in kept]
+    return Common([{name: params[name] for name in shared} for params in renamed], kept, left_out)
+
+
+def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
+    """Raise AlignmentError that names the setting in which two models cannot be averaged."""
+    for name, expected in _facts(first).items():
+        if (found := _facts(other).get(name)) != expected:
+            raise AlignmentError(
+                f"{other.path}: expected {name} {expected} as in {first.path}, found {found}; merge models of one "
+                "architecture"
+            )
+    if other.spec != first.spec:
+        settings = "; ".join(other_settings(first, other)) or "unequal files"
+        raise AlignmentError(
+            f"{other.path}: expected a model of the same parameters as {first.path}, found {settings}; merge models of "
+            "one architecture"
+        )
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    spec = checkpoint.spec
+    layers = {f"layers{f' of the {stack}' if stack else ''}": count for stack, count in spec.layers.items()}
+    tied = getattr(checkpoint.config, "tie_word_embeddings", None)
+    return {"model_type": spec.model_type, "tie_word_embeddings": tied, **layers, **spec.sizes}
+
+
+def other_settings(first: Checkpoint, other: Checkpoint) -> list[str]:
+    """The settings in which two configurations differ and which can change what a model computes."""
+    one, two = first.config.to_dict(), other.config.to_dict()
+    return [
+        f"{key} {two.get(key)!r} instead of {one.get(key)!r}"
+        for key in sorted(one.keys() | two.keys())
+        if one.get(key) != two.get(key)
+        and not (key in _HARMLESS or key.startswith(("_", "output_", "return_dict")) or "drop" in key)
+    ]
+
+
+def layer_names(spec: SymmetrySpec, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """The parameters of each layer (of each stack), and under `rest` those outside the layers."""
+    names = spec.resolve(params, folded=False).names
+    layers: dict[str, list[str]] = {}
+    for entry in spec.entries:
+        for layer in entry.layers:
+            alone = replace(entry, layers=(layer,))
+            found = [names[name] for name in spec.names_of(alone) if name in names] if entry.layered else []
+            if found:
+                layers.setdefault(f"{entry.stack} {layer}" if entry.stack else str(layer), []).extend(found)
+    within = {name for found in layers.values() for name in found}
+    return {**layers, "rest": [name for name in params if name not in within]}
+
+
+def with_tied_head(params: Mapping[str, Tensor], spec: SymmetrySpec, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The parameters with the head that is tied to others of them, which files leave out, where the spec names it."""
+    heads = {entry.name for entry in spec.entries if entry.head}
+    with _loading(checkpoint.path), torch.device("meta"):
+        model = _model_class(checkpoint.config)._from_config(checkpoint.config)
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    completed = dict(params)
+    for names in owners.values():
+        # Files of a bare backbone are read into a model with a head, too.
+        stored = next((n for full in names for n in (full, full.partition(".")[2]) if n in params), None)
+        if stored is not None:
+            completed |= {name: params[stored] for name in names if name in heads and name not in params}
+    return completed
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Running
+
+
+def load_model(path: Path) -> nn.Module:
+    """The model of a directory with its own weights."""
+    with _loading(path):
+        model: nn.Module = _model_class(_config(path)).from_pretrained(str(path), local_files_only=True)
+    return model
+
+
+def new_model(path: Path) -> nn.Module:
+    """A model of a directory's configuration, or of a `config.json`, freshly initialised."""
+    with _loading(path):
+        config = _config(path)
+        model: nn.Module = _model_class(config)._from_config(config)
+    return model
+
+
+def model_with(checkpoint: Checkpoint, params: Mapping[str, Tensor]) -> nn.Module:
+    """A directory's model in float32, ready to be evaluated, with `params` under the names of its files."""
+    with _loading(checkpoint.path):
+        model, found = _model_class(checkpoint.config).from_pretrained(
+            None,
+            config=checkpoint.config,
+            # transformers takes a mapping apart while it loads it.
+            state_dict=dict(params),
+            torch_dtype=torch.float32,
+            output_loading_info=True,
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise SpecError(
+            f"{missing[0]}: expected by {type(model).__name__}, found none in {checkpoint.path}; save the whole model"
+        )
+    return with_plain_experts(model.float().eval())
+
+
+def read_batches(path: Path, model: nn.Module, batch_size: int) -> list[dict[str, Tensor]]:
+    """Labelled examples in batches.
+
+    Parameters: `path`, a safetensors file of tensors named as the arguments of the model's forward pass, `labels`
+    among them, whose first dimension counts the examples. Floating-point ones come back in float32. Raises SpecError
+    for a file that the model cannot take.
+    """
+    if not path.is_file():
+        raise SpecError(f"{path}: expected a safetensors file of examples, found nothing there")
+    tensors = read_tensors(path)
+    forward: Any = model.forward
+    accepted = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    taken = f"the arguments of {type(model).__name__}: {', '.join(accepted)}"
+    if "labels" not in accepted:
+        raise SpecError(f"labels: expected among {taken}; measure a model with a task head")
+    if "labels" not in tensors:
+        raise SpecError(f"labels: expected in {path}, found {', '.join(tensors) or 'no tensor'}; add them")
+    if unknown := [name for name in tensors if name not in accepted]:
+        raise SpecError(f"{unknown[0]}: expected in {path} are {taken}; rename it or take it out")
+    counts = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in tensors.items()}
+    if len(set(counts.values())) > 1 or not counts["labels"]:
+        shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise SpecError(f"{path}: expected as many examples in every tensor, at least one, found {shown}")
+    wide = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    return [
+        {name: tensor[start : start + batch_size] for name, tensor in wide.items()}
+        for start in range(0, counts["labels"], batch_size)
+    ]
+
+
+def _transformers() -> Any:
+    """transformers, without its progress bars and advice."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _config(path: Path) -> Any:
+    return _transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
+
+
+def _model_class(config: Any) -> Any:
+    """The class that a configuration was saved from, a bare backbone's where it does not say."""
+    transformers = _transformers()
+    architecture = next(iter(config.architectures or []), None)
+    named = getattr(transformers, architecture, None) if architecture else None
+    return named or transformers.MODEL_MAPPING[type(config)]
+
+
+@contextlib.contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Turn what transformers raises into one sentence."""
+    try:
+        yield
+    except _LOADING_ERRORS as error:
+        first_line = next(iter(str(error).strip().splitlines()), repr(error))
+        raise SpecError(f"{path}: expected a model that transformers can load, found: {first_line}") from error
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def check_target(out: Path, models: Sequence[Path], force: bool) -> None:
+    """Raise AlignmentError where a new model directory cannot take the place of what is at `out`."""
+    if any(out.resolve() == model.resolve() for model in models):
+        raise AlignmentError(f"{out}: expected a directory of its own, found one of the models; write elsewhere")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise AlignmentError(f"{out}: expected a directory to write, found a file; write elsewhere")
+    inside = sorted(path.name for path in out.iterdir())
+    if inside and not force:
+        raise AlignmentError(
+            f"{out}: expected no such directory, or an empty one, found {inside[0]} in it; add --force"
+        )
+    folders = [name for name in inside if (out / name).is_dir() and name != _TEMPLATES]
+    if inside and ("config.json" not in inside or folders):
+        found = f"the folder {folders[0]} in it" if folders else "no config.json in it"
+        raise AlignmentError(f"{out}: expected a model directory to replace, found {found}; write elsewhere")
+
+
+def write_checkpoint(out: Path, params: Mapping[str, Tensor], like: Path) -> None:
+    """Write a model directory that transformers loads as it loads `like`, in one step or not at all.
+
+    Parameters: `out`, the directory, which is replaced (`check_target` says where that is wrong); `params`, under the
+    names of `like`'s files; `like`, the directory from which configuration, tokenizer and processor come. Raises
+    AlignmentError where the disk does not take it.
+    """
+    out = out.resolve()
+    new, old = (out.parent / f".{out.name}.{os.getpid()}.{state}" for state in ("new", "old"))
+    try:
+        new.mkdir(parents=True)
+        copied = [path for path in like.iterdir() if path.is_file() and path.suffix in _COPIED]
+        copied += (like / _TEMPLATES).glob("*.jinja")
+        for path in copied:
+            if not any(path.match(pattern) for pattern in _OF_THE_TRAINING):
+                target = new / path.relative_to(like)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+        weights = new / "model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in params.items()}, weights, metadata={"format": "pt"})
+        # safetensors lets only its owner read a file.
+        weights.chmod(new.stat().st_mode & 0o666)
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise AlignmentError(f"{out}: expected to write a model there, found: {error}; nothing was changed") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            old.rename(out)

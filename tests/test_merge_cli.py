@@ -1,0 +1,419 @@
+"""Merging model directories and measuring what lies between them, as a user types it."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import rotfed
+from rotfed import checkpoints
+from rotfed.checks import example_inputs, outputs, relative_change, with_plain_experts
+from rotfed.residual import fold_norms
+from tests.models import EXAMPLES, assert_same
+from tests.test_cli import rotfed as run
+
+# What example and class, changes of its configuration, and what becomes of the residual stream.
+CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "vit": ("vit", "ViTForImageClassification", {}, "aligned (centred_orthogonal; norms folded"),
+    "gpt2 tied": ("gpt2", "GPT2LMHeadModel", {}, "aligned (permutation)"),
+    "llama tied": ("llama", "LlamaForCausalLM", {"tie_word_embeddings": True}, "aligned (permutation, sign)"),
+    "llama": ("llama", "LlamaForCausalLM", {"tie_word_embeddings": False}, "aligned (orthogonal; norms folded"),
+    "bert": ("bert", "BertForSequenceClassification", {}, "aligned (permutation)"),
+    "bert tied": ("bert", "BertForMaskedLM", {}, "left as it is (cls.predictions.bias: no entry"),
+    "bert bare": ("bert", "BertModel", {}, "left as it is (classifier.weight: expected beside"),
+    "t5": ("t5", "T5ForConditionalGeneration", {}, "left as it is (t5: specs/t5.toml does not know"),
+    "mixtral": ("mixtral", "MixtralForCausalLM", {}, "left as it is (mixtral: specs/mixtral.toml does not know"),
+}
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+# One alignment a model, where the anchor is not what is tested.
+QUICK = ("--anchor", "medoid")
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Put changed weights into a directory."""
+    save_file(change(weights(directory)), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def moved(model: nn.Module, seed: int) -> nn.Module:
+    """The same function in a random frame, with the residual stream where that is possible."""
+    params = dict(model.state_dict())
+    try:
+        spec = rotfed.load_spec(model, residual=True)
+        params = fold_norms(params, spec)
+    except rotfed.SpecError:
+        spec = rotfed.load_spec(model)
+    transform = rotfed.random_transform(spec, torch.Generator().manual_seed(seed))
+    model.load_state_dict(transform.apply(params))
+    return model
+
+
+def copies(folder: Path, case: str, dtype: torch.dtype = torch.float32, count: int = 3) -> list[Path]:
+    """Directories of one model in frames of its own, the first as it is."""
+    name, head, changes, _ = CASES[case]
+    paths = [folder / letter for letter in "abcd"[:count]]
+    for seed, path in enumerate(paths):
+        model = EXAMPLES[name].model(head, **changes)
+        (moved(model, 10 * seed) if seed else model).to(dtype).save_pretrained(path)
+    return paths
+
+
+def parties(folder: Path, name: str, head: str, *changes: dict[str, Any]) -> list[Path]:
+    """Directories of models with weights of their own, one for each change of the configuration."""
+    paths = [folder / letter for letter in "abcd"[: len(changes)]]
+    for seed, (path, change) in enumerate(zip(paths, changes, strict=True)):
+        EXAMPLES[name].model(head, seed, **change).save_pretrained(path)
+    return paths
+
+
+def refused(*arguments: str | Path) -> str:
+    """The sentence with which a command refuses."""
+    result = run(*arguments)
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.output
+    assert result.stderr.startswith("refused: "), result.stderr
+    return result.stderr
+
+
+def examples_of(model: nn.Module, path: Path, generator: torch.Generator) -> Path:
+    """A file of images, with the labels that a model itself gives them, written as the documentation says."""
+    pixels = torch.randn(40, 1, 8, 8, generator=generator)
+    labels = outputs(model, model.state_dict(), {"pixel_values": pixels})["logits"].argmax(-1)
+    (lines,) = re.findall(r"```python\n(.*?)```", (DOCS / "merging.md").read_text(), re.DOTALL)
+    given = {"images": pixels, "labels": labels, "processor": lambda images, return_tensors: {"pixel_values": images}}
+    exec(lines.replace('"test.safetensors"', repr(str(path))), given)
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_copies_compute_the_original(case: str, tmp_path: Path, generator: torch.Generator) -> None:
+    name, head, changes, stream = CASES[case]
+    paths = copies(tmp_path, case)
+    result = run("merge", *paths, "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert f"residual stream: {stream}" in result.stdout
+    for text in (f"3 models by specs/{name}.toml", "layer", "rest", "before", "after", f"wrote {tmp_path / 'out'}"):
+        assert text in result.stdout
+    first, merged = weights(paths[0]), weights(tmp_path / "out")
+    assert {n: (t.shape, t.dtype) for n, t in merged.items()} == {n: (t.shape, t.dtype) for n, t in first.items()}
+    loaded, info = getattr(transformers, head).from_pretrained(tmp_path / "out", output_loading_info=True)
+    with_plain_experts(loaded)
+    assert not any(info.values()), info
+
+    original = EXAMPLES[name].model(head, **changes)
+    inputs = example_inputs(original, generator)
+    expected = outputs(original, original.state_dict(), inputs)
+    assert relative_change(expected, outputs(loaded.eval(), loaded.state_dict(), inputs)) < 1e-3
+    others = [getattr(transformers, head).from_pretrained(path).state_dict() for path in paths]
+    plain = rotfed.weighted_mean(others)
+    assert relative_change(expected, outputs(original, plain, inputs)) > 1e-2
+
+
+@pytest.mark.parametrize("anchor", ["consensus", "progressive", "tree"])
+def test_every_anchor_brings_copies_together(anchor: str, tmp_path: Path) -> None:
+    paths = copies(tmp_path, "bert", torch.float64, 4)
+    result = run("merge", *paths, "-o", tmp_path / "out", "--anchor", anchor)
+    assert result.exit_code == 0, result.output
+    before, after = (float(cell) for cell in _row(result.stdout, "all"))
+    assert after < 1e-6 < 1 < before
+
+
+def _row(table: str, name: str) -> list[str]:
+    """The cells of a printed table's row after its name."""
+    (cells,) = [
+        cells
+        for cells in ([c.strip() for c in row.split("│")[1:-1]] for row in table.splitlines())
+        if cells and cells[0] == name
+    ]
+    return cells[1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_model_merged_with_itself_stays_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    (path,) = copies(tmp_path, "t5", dtype, 1)
+    assert run("merge", path, path, "-o", tmp_path / "out", *QUICK).exit_code == 0
+    assert_same(weights(tmp_path / "out"), weights(path))
+    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((path / "config.json").read_text())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype, tmp_path: Path, generator: torch.Generator) -> None:
+    half, full = (copies(tmp_path / name, "llama", dtype) for name in ("half", "full"))
+    for path in full:
+        rewrite(path, lambda tensors: {name: tensor.float() for name, tensor in tensors.items()})
+    for paths, out in ((half, "out"), (full, "wide")):
+        assert run("merge", *paths, "-o", tmp_path / out, *QUICK).exit_code == 0
+    merged = weights(tmp_path / "out")
+    assert_same(merged, {name: tensor.to(dtype) for name, tensor in weights(tmp_path / "wide").items()})
+    model = EXAMPLES["llama"].model("LlamaForCausalLM", tie_word_embeddings=False)
+    inputs = example_inputs(model, generator)
+    expected = outputs(model, model.state_dict(), inputs)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == dtype
+    assert relative_change(expected, outputs(loaded.float(), loaded.state_dict(), inputs)) < 0.1
+
+
+def test_shards_are_read_and_the_rest_of_the_directory_comes_along(tmp_path: Path) -> None:
+    one, other = parties(tmp_path, "bert", "BertForSequenceClassification", {}, {})
+    assert run("merge", one, other, "-o", tmp_path / "whole", *QUICK).exit_code == 0
+    for path in (one, other):
+        model = transformers.BertForSequenceClassification.from_pretrained(path)
+        (path / "model.safetensors").unlink()
+        model.save_pretrained(path, max_shard_size="5KB")
+        assert len(list(path.glob("*.safetensors"))) > 1 and (path / "model.safetensors.index.json").is_file()
+    wanted = ["tokenizer.json", "tokenizer_config.json", "vocab.txt", "preprocessor_config.json", "chat_template.jinja"]
+    for name in [*wanted, "trainer_state.json", "training_args.bin", "eval_results.json"]:
+        (one / name).write_text("{}")
+    assert run("merge", one, other, "-o", tmp_path / "out", *QUICK).exit_code == 0
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", *wanted}
+
+
+def test_names_of_two_versions_of_transformers_go_together(tmp_path: Path) -> None:
+    one, other = parties(tmp_path, "vit", "ViTForImageClassification", {}, {})
+    options = [*QUICK, "--no-residual"]
+    assert run("merge", one, other, "-o", tmp_path / "same", *options).exit_code == 0
+    resolution = rotfed.load_spec(other).resolve(weights(other))
+    assert resolution.naming == "transformers 4"
+    names = {present: resolution.prefix + new for new, present in resolution.names.items()}
+    rewrite(other, lambda tensors: {names.get(name, name): tensor for name, tensor in tensors.items()})
+    assert set(weights(other)) != set(weights(one))
+    assert run("merge", one, other, "-o", tmp_path / "out", *options).exit_code == 0
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "same"))
+
+
+def test_a_head_that_is_tied_to_the_embeddings_moves_with_them_under_any_names(
+    tmp_path: Path, generator: torch.Generator
+) -> None:
+    paths = copies(tmp_path, "gpt2 tied")
+    for path in paths:
+        # As in the files of GPT-2 itself: those of a bare backbone, in a directory of a model with a head.
+        rewrite(path, lambda tensors: {name.removeprefix("transformer."): t for name, t in tensors.items()})
+    result = run("merge", *paths, "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0 and "residual stream: aligned (permutation)" in result.stdout, result.output
+    assert set(weights(tmp_path / "out")) == set(weights(paths[0])) and "wte.weight" in weights(tmp_path / "out")
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    original = EXAMPLES["gpt2"].model("GPT2LMHeadModel")
+    inputs = example_inputs(original, generator)
+    expected = outputs(original, original.state_dict(), inputs)
+    assert relative_change(expected, outputs(loaded, loaded.state_dict(), inputs)) < 1e-3
+
+
+def test_another_task_head_leaves_the_first_one_as_it_is(tmp_path: Path) -> None:
+    one, other = parties(tmp_path, "bert", "BertForSequenceClassification", {"num_labels": 5}, {"num_labels": 3})
+    result = run("merge", one, other, "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert f"kept from {one}, not merged: classifier.bias ((5,), (3,) in {other}), classifier.weight" in result.stdout
+    assert "residual stream: left as it is (classifier.bias differs between the models)" in result.stdout
+    first, second, merged = weights(one), weights(other), weights(tmp_path / "out")
+    assert_same({n: merged[n] for n in merged if "classifier" in n}, {n: first[n] for n in first if "classifier" in n})
+    table = "bert.embeddings.word_embeddings.weight"
+    torch.testing.assert_close(merged[table], (first[table] + second[table]) / 2)
+    backwards = run("merge", other, one, "-o", tmp_path / "back", *QUICK, "--no-residual")
+    assert "residual stream: left as it is (--no-residual)" in backwards.stdout
+
+    bare = tmp_path / "bare"
+    EXAMPLES["bert"].model().save_pretrained(bare)
+    result = run("merge", bare, one, "-o", tmp_path / "backbone", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert f"left out: classifier.bias ((5,) in {one}), classifier.weight ((5, 12) in {one})" in result.stdout
+    assert set(weights(tmp_path / "backbone")) == set(weights(bare))
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "changes", "where", "expected", "found"),
+    [
+        ("bert", "BertForMaskedLM", {"vocab_size": 31}, "bert.embeddings.word_embeddings.weight", "shape (30, 12)", 31),
+        ("bert", "BertModel", {"max_position_embeddings": 9}, "embeddings.position_embeddings.weight", "(20, 12)", 9),
+        ("gpt2", "GPT2LMHeadModel", {"n_layer": 1}, "{b}", "layers 2", "found 1"),
+        ("llama", "LlamaForCausalLM", {"num_key_value_heads": 4}, "{b}", "kv_heads 2", "found 4"),
+        ("llama", "LlamaForCausalLM", {"tie_word_embeddings": True}, "{b}", "tie_word_embeddings False", "found True"),
+        ("llama", "LlamaForCausalLM", {"attention_bias": True}, "{b}", "the same parameters", "attention_bias True"),
+    ],
+)
+def test_models_that_differ_are_refused_by_name_and_shape(
+    name: str, head: str, changes: dict[str, Any], where: str, expected: str, found: object, tmp_path: Path
+) -> None:
+    one, other = parties(tmp_path, name, head, {}, changes)
+    error = refused("merge", one, other, "-o", tmp_path / "out")
+    found = f"found ({found}, 12) in {other}" if isinstance(found, int) else found
+    assert error.startswith(f"refused: {where.format(b=other)}: expected "), error
+    assert f"{expected} as in {one}" in error.replace("parameters as", "parameters as in") and str(found) in error, (
+        error
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_that_change_the_function_are_said(tmp_path: Path) -> None:
+    one, other = parties(tmp_path, "bert", "BertModel", {}, {"hidden_act": "relu", "hidden_dropout_prob": 0.3})
+    result = run("merge", one, other, "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0
+    assert f"note: {other} has hidden_act 'relu' instead of 'gelu'; the configuration of {one} is used" in result.stdout
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    one, other = parties(tmp_path, "bert", "BertModel", {}, {})
+    out = tmp_path / "out"
+    assert "expected at least two to merge, found 1" in refused("merge", one, "-o", out)
+    assert "expected a model directory or a config.json, found nothing" in refused(
+        "merge", one, tmp_path / "x", "-o", out
+    )
+    name = "encoder.layer.0.output.dense.weight"
+    rewrite(other, lambda tensors: {**tensors, name: tensors[name] * torch.nan})
+    assert f"{name}: expected finite values in the model {other}, found NaN" in refused("merge", one, other, "-o", out)
+    rewrite(other, lambda tensors: {n: t for n, t in tensors.items() if n != name})
+    assert f"{name}: expected by specs/bert.toml, not found" in refused("merge", one, other, "-o", out)
+    (other / "model.safetensors").write_bytes(b"damaged")
+    assert f"{other / 'model.safetensors'}: expected a safetensors file" in refused("merge", one, other, "-o", out)
+    (other / "model.safetensors").unlink()
+    assert f"{other}: expected a model directory with safetensors files, found none" in refused(
+        "merge", other, one, "-o", out
+    )
+    (other / "config.json").unlink()
+    assert f"{other}: expected a transformers model directory" in refused("merge", other, one, "-o", out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_directory_that_is_there_is_replaced_only_when_asked_to(tmp_path: Path) -> None:
+    one, other = parties(tmp_path, "bert", "BertModel", {}, {})
+    out = tmp_path / "deep" / "out"
+    assert run("merge", one, other, "-o", out, *QUICK).exit_code == 0
+    merged = weights(out)
+    (out / "vocab.txt").write_text("of the old model")
+    assert f"{out}: expected no such directory, or an empty one" in refused("merge", one, other, "-o", out)
+    assert run("merge", one, other, "-o", out, *QUICK, "--weights", "3,1", "--force").exit_code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert not torch.equal(weights(out)["pooler.dense.bias"], merged["pooler.dense.bias"])
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert "found one of the models" in refused("merge", one, other, "-o", other, "--force")
+    (out / "checkpoint-1").mkdir()
+    assert "found the folder checkpoint-1 in it" in refused("merge", one, other, "-o", out, "--force")
+    assert "expected a model directory to replace" in refused("merge", one, other, "-o", tmp_path, "--force")
+    assert "found a file" in refused("merge", one, other, "-o", one / "config.json", "--force")
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = parties(tmp_path, "bert", "BertModel", {}, {})
+    assert run("merge", one, other, "-o", tmp_path / "out", *QUICK).exit_code == 0
+    merged = weights(tmp_path / "out")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    def stuck(path: Path, target: Path, rename: Any = Path.rename) -> Path:
+        if path.suffix == ".new":
+            raise OSError("no space left on device")
+        return rename(path, target)
+
+    for owner, name, broken in ((checkpoints, "save_file", full), (Path, "rename", stuck)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken)
+            for target in ("out", "new"):
+                error = refused("merge", one, other, "-o", tmp_path / target, *QUICK, "--weights", "3,1", "--force")
+                assert f"{tmp_path / target}: expected to write a model there, found: no space left" in error
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "out"]
+        assert_same(weights(tmp_path / "out"), merged)
+
+
+def test_weights_and_layers_are_respected(tmp_path: Path) -> None:
+    one, other = parties(tmp_path, "bert", "BertForSequenceClassification", {}, {})
+    first, second = weights(one), weights(other)
+    options = [*QUICK, "--no-residual", "--weights", "3,1"]
+    assert run("merge", one, other, "-o", tmp_path / "out", *options).exit_code == 0
+    assert run("merge", one, other, "-o", tmp_path / "half", *options, "--layers", "0").exit_code == 0
+    merged, half = weights(tmp_path / "out"), weights(tmp_path / "half")
+    plain = {name: 0.75 * first[name] + 0.25 * second[name] for name in first}
+    later = {name for name in first if ".layer.1." in name}
+    for name in ("classifier.weight", "bert.pooler.dense.bias", "bert.embeddings.LayerNorm.weight"):
+        torch.testing.assert_close(merged[name], plain[name])
+    for name in later:
+        torch.testing.assert_close(half[name], plain[name])
+    assert any(not torch.allclose(merged[name], plain[name]) for name in later)
+    assert_same({n: half[n] for n in half if n not in later}, {n: merged[n] for n in merged if n not in later})
+    for wrong, sentence in [
+        (["--weights", "1,2,3"], "weights: expected 2, one a model, found 3"),
+        (["--weights", "1,x"], "weights: expected numbers with commas between, such as 2,1, found '1,x'"),
+        (["--layers", "7"], "layers: [7] not in the model"),
+        (["--anchor", "global"], "anchor: expected one of medoid, consensus, progressive, tree, found 'global'"),
+    ]:
+        assert sentence in refused("merge", one, other, "-o", tmp_path / "no", *wrong)
+
+
+def test_losses_are_measured_on_examples(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = copies(Path(), "vit")
+    model = EXAMPLES["vit"].model("ViTForImageClassification")
+    data = examples_of(model, tmp_path / "data.safetensors", generator)
+    result = run("merge", *paths, "-o", tmp_path / "out", *QUICK, "--data", data, "--batch-size", "7")
+    assert result.exit_code == 0, result.output
+    own = _row(result.stdout, str(paths[0]))
+    assert own[1] == "100.0%"
+    assert float(_row(result.stdout, "merged")[0]) == pytest.approx(float(own[0]), abs=1e-3)
+    assert float(_row(result.stdout, "plain mean")[0]) > float(own[0]) + 0.01
+    assert "0.0000 of the merged model" in result.stdout.replace("-0.0000", "0.0000")
+
+    changed = tmp_path / "changed.safetensors"
+    arguments = f"expected in {changed} are the arguments of ViTForImageClassification: pixel_values"
+    for change, sentence in [
+        (lambda t: {"pixel_values": t["pixel_values"]}, f"labels: expected in {changed}, found pixel_values"),
+        (lambda t: {"images": t["pixel_values"], "labels": t["labels"]}, f"images: {arguments}"),
+        (lambda t: {**t, "labels": t["labels"][:3].clone()}, "at least one, found labels 3, pixel_values 40"),
+        (lambda t: {**t, "labels": t["labels"] + 90}, "found labels (40,), pixel_values (40, 1, 8, 8): Target 9"),
+    ]:
+        save_file(change(load_file(data)), changed)
+        assert sentence in refused("merge", *paths, "-o", tmp_path / "no", "--data", changed)
+    assert "expected a safetensors file of examples" in refused(
+        "merge", *paths, "-o", tmp_path / "no", "--data", tmp_path / "x"
+    )
+    bare = copies(tmp_path / "more", "bert bare")
+    assert "labels: expected among the arguments of BertModel" in refused(
+        "merge", *bare, "-o", tmp_path / "no", "--data", data
+    )
+    assert not (tmp_path / "no").exists()
+
+
+def test_the_barrier_between_copies_goes_away(tmp_path: Path, generator: torch.Generator) -> None:
+    one, other, _ = copies(tmp_path, "vit")
+    data = examples_of(EXAMPLES["vit"].model("ViTForImageClassification"), tmp_path / "data.safetensors", generator)
+    out = tmp_path / "results"
+    result = run("barrier", one, other, "--data", data, "-o", out, "--points", "5")
+    assert result.exit_code == 0, result.output
+    found = json.loads((out / "barrier.json").read_text())
+    assert found["config"]["points"] == 5 and found["config"]["examples"] == 40 and found["config"]["residual"]
+    assert found["places"] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    before, after = found["before"], found["after"]
+    assert before["barrier"] > 0.01 and after["barrier"] == pytest.approx(0, abs=1e-4)
+    assert before["losses"][0] == pytest.approx(after["losses"][0], abs=1e-5)
+    assert before["losses"][-1] == pytest.approx(after["losses"][-1], abs=1e-5)
+    assert found["distance"]["after"] < 1e-3 < found["distance"]["before"]
+    assert f"barrier: {before['barrier']:.4f} before alignment, {after['barrier']:.4f} after" in result.stdout
+    assert (out / "barrier.png").read_bytes().startswith(b"\x89PNG")
+    half = run("barrier", one, other, "--data", data, "-o", out, "--points", "3", "--no-residual")
+    assert half.exit_code == 0 and json.loads((out / "barrier.json").read_text())["after"]["barrier"] > 0.001
+
+
+def test_a_barrier_takes_like_models_and_matplotlib(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = parties(tmp_path, "vit", "ViTForImageClassification", {}, {"num_labels": 7})
+    data = examples_of(EXAMPLES["vit"].model("ViTForImageClassification"), tmp_path / "data.safetensors", generator)
+    common = ["--data", data, "-o", tmp_path / "out"]
+    assert "classifier.bias: expected alike in both models, found (2,), (7,)" in refused("barrier", one, other, *common)
+    assert "points: expected at least 3" in refused("barrier", one, one, *common, "--points", "2")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'rotfed[plots]'" in refused("barrier", one, one, *common)
+    assert not (tmp_path / "out").exists()
