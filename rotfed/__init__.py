@@ -20,6 +20,7 @@ from rotfed.errors import (
 )
 from rotfed.library import load_spec, supported_model_types
 from rotfed.mergers import weighted_mean
+from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec
 from rotfed.transform import Transform, random_transform
 
@@ -40,6 +41,7 @@ __all__ = [
     "align",
     "align_all",
     "check_spec",
+    "fold_norms",
     "load_spec",
     "medoid",
     "merge",
