@@ -28,7 +28,7 @@ class Nearest:
 
 
 def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
-    """The spec whose parameter names are most of those of `params`; None where none is shared.
+    """The spec whose parameter names are most of those of `params`; None where none has half of them.
 
     Only names are compared: a spec that fits here still has to be proved by `check_spec`.
     """
@@ -37,9 +37,10 @@ def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
         shapes.setdefault(_NUMBER.sub("*", name), tuple(tensor.shape))
     best: tuple[tuple[int, float], Nearest] | None = None
     for family, data in spec_files().items():
+        optional = {_PLACEHOLDER.sub("*", name) for name, table in data["params"].items() if "optional" in table}
         for patterns in _namings(data["params"], data.get("aliases", {})):
             found = {name: hit for name in shapes if (hit := _suffix_in(name, patterns))}
-            if not found:
+            if 2 * len(found) < len(shapes):
                 continue
             # A file for many variants has names that no one model has, which must not count against it.
             fit = (len(found), len(found) / len(patterns))
@@ -49,7 +50,7 @@ def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
                     tuple(data["model_type"]),
                     {hit: shapes[name] for name, hit in found.items()},
                     {name: shape for name, shape in shapes.items() if name not in found},
-                    tuple(sorted(patterns - set(found.values()))),
+                    tuple(sorted(patterns - set(found.values()) - optional)),
                 )
                 best = fit, nearest
     return best[1] if best else None

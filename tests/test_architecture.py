@@ -18,7 +18,8 @@ LAYERS = [
     {"anchors", "barrier", "checkpoints", "examples", "nearest"},
     {"flower.records"},
     {"flower.replies"},
-    {"flower.mods", "flower.strategy"},
+    {"flower.mods"},
+    {"flower.strategy"},
     {"__init__", "flower.__init__"},
     {"cli"},
 ]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 import rotfed
 from rotfed.checks import example_inputs
+from rotfed.flower import RotFedAvg, align_mod
 from rotfed.groups import KINDS
 from rotfed.residual import fold_norms
 from tests.models import EXAMPLES, assert_recovers, assert_same, change_of_function, copied, distance, norm
@@ -115,6 +116,16 @@ def test_what_the_residual_stream_does_not_allow_is_refused(
     model = EXAMPLES[example].model(head, **changes)
     with pytest.raises(rotfed.SpecError, match=error):
         fold_norms(model.state_dict(), rotfed.load_spec(model, residual=True))
+
+
+def test_in_flower_a_spec_that_takes_folded_models_is_refused_before_the_first_round() -> None:
+    model, spec, _ = built("vit")
+    for build in (RotFedAvg, align_mod):
+        with pytest.raises(rotfed.SpecError, match="residual='permutation'"):
+            build(spec)
+        build(rotfed.load_spec(model, residual="permutation"))
+    with pytest.raises(rotfed.AlignmentError, match="expected one of global, medoid, consensus, found 'tree'"):
+        RotFedAvg(rotfed.load_spec(model), anchor="tree")
 
 
 def test_centred_rotations_keep_the_mean(generator: torch.Generator) -> None:

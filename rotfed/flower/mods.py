@@ -8,13 +8,22 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
 from rotfed.align import align, check_options
-from rotfed.errors import RecordError
+from rotfed.errors import RecordError, SpecError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import match_params
 from rotfed.spec import SymmetrySpec
 
 # The records in which Flower's legacy API (NumPyClient, SecAgg+) carries what it sends out and gets back.
 _LEGACY_SENT, _LEGACY_RETURNED = "fitins.parameters", "fitres.parameters"
+
+
+def refuse_folding(spec: SymmetrySpec) -> None:
+    """Raise SpecError for a spec that takes folded norms, which training unfolds again."""
+    if spec.residual is not None and spec.residual.folded:
+        raise SpecError(
+            "spec: expected one that works on models as they are trained, found one that rotates the residual stream, "
+            "for which norms have to be folded; load it with residual='permutation' or without, or use rotfed.merge"
+        )
 
 
 def align_mod(
@@ -36,6 +45,7 @@ def align_mod(
     `[secaggplus_mod, align_mod(spec, names=...)]`. Raises a RotfedError inside the client, which reaches the server as
     that client's error, where the trained model cannot be aligned.
     """
+    refuse_folding(spec)
     check_options(strength, max_sweeps)
     options: dict[str, Any] = {
         "groups": spec.select_groups(groups),

@@ -20,9 +20,10 @@ from flwr.serverapp.strategy import (
 from torch import Tensor
 
 from rotfed.align import Alignment, check_options
-from rotfed.anchors import ANCHORS, align_all
+from rotfed.anchors import align_all
 from rotfed.descent import Anchor
 from rotfed.errors import AlignmentError, RecordError, SpecError
+from rotfed.flower.mods import refuse_folding
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, match_params, record_key, sort_replies
 from rotfed.flower.reports import ClientReport, RoundReport
@@ -35,6 +36,10 @@ _PRIVATE = (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
 )
+
+
+# In a round all clients come from one model: joining them one by one or two by two is for models of their own.
+ROUND_ANCHORS = ("global", "medoid", "consensus")
 
 
 class AlignedStrategy(Strategy):
@@ -77,8 +82,9 @@ class AlignedStrategy(Strategy):
             raise TypeError(f"inner: expected a flwr.serverapp.strategy.Strategy, found {type(inner).__name__}")
         if not isinstance(spec, SymmetrySpec):
             raise SpecError(f"spec: expected what rotfed.load_spec returns, found {type(spec).__name__}")
-        if anchor not in ANCHORS:
-            raise AlignmentError(f"anchor: expected one of {', '.join(ANCHORS)}, found {anchor!r}")
+        refuse_folding(spec)
+        if anchor not in ROUND_ANCHORS:
+            raise AlignmentError(f"anchor: expected one of {', '.join(ROUND_ANCHORS)}, found {anchor!r}")
         if isinstance(inner, _PRIVATE) and anchor != "global":
             raise AlignmentError(
                 f"anchor: expected 'global' around {type(inner).__name__}, found {anchor!r}; aligning one client's "
