@@ -35,10 +35,6 @@ _NOISE = 1e-13
 _SETTLED = 1e-12
 
 
-# How often permutations are solved anew at most; what the third renewal gains is far below what the first does.
-_RENEWALS = 4
-
-
 class Anchor(Mapping[str, Tensor]):
     """Parameters to align to, with what many alignments to them share: float64 blocks and certificate radii."""
 
@@ -162,7 +158,7 @@ class Problem:
             starts.append(paired)
         # The pairing is solved before the rest is known, so the distance at the end decides whether it holds.
         best = min((self._descend(rest, start, pieces, max_sweeps) for start in starts), key=lambda found: found[0])
-        for _ in range(min(max_sweeps, _RENEWALS) if len(permutations) > 1 else 0):
+        for _ in range(max_sweeps if len(permutations) > 1 else 0):
             # With everything else known each permutation sees all of its parameters.
             again = self._pair_again(permutations, rest, best[1], pieces)
             if all(torch.equal(again[name], best[1][name]) for name in permutations):
