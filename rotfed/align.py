@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotfed.descent import Anchor, Params, Problem
+from rotfed.descent import Anchor, Params, Problem, check_finite
 from rotfed.errors import AlignmentError
 from rotfed.spec import SymmetrySpec
 from rotfed.transform import Transform, to_work
@@ -66,7 +66,6 @@ def align(
     check_options(strength, max_sweeps)
     if not (isinstance(anchor, Anchor) and anchor.spec == spec):
         anchor = Anchor(anchor, spec)
-        check_finite(anchor, "anchor")
     numbers = spec.select_layers(layers)
     whole = len(numbers) == spec.num_layers
     chosen = tuple(name for name in spec.select_groups(groups) if whole or spec.groups[name].layered)
@@ -96,21 +95,6 @@ def check_options(strength: float, max_sweeps: int = 1) -> None:
         raise AlignmentError(f"strength: expected a number in (0, 1], found {strength!r}; 1 aligns fully")
     if not isinstance(max_sweeps, int) or max_sweeps < 1:
         raise AlignmentError(f"max_sweeps: expected a whole number, at least 1, found {max_sweeps!r}")
-
-
-def check_finite(params: Params, role: str) -> None:
-    """Raise AlignmentError that names the first parameter with a value that is not finite."""
-    for name, tensor in params.items():
-        if tensor.is_meta:
-            raise AlignmentError(f"{name}: expected values in the {role}, found a meta tensor; load the model first")
-        if not tensor.is_floating_point():
-            continue
-        # torch has no isfinite for the float8 types.
-        wide = tensor.float() if tensor.element_size() < 2 else tensor
-        if not bool(wide.isfinite().all()):
-            raise AlignmentError(
-                f"{name}: expected finite values in the {role}, found NaN or infinity; leave this model out"
-            )
 
 
 def identity_share(transform: Transform, groups: Iterable[str]) -> float:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rotfed.align import check_finite
 from rotfed.checks import with_plain_experts
+from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError, SpecError
 from rotfed.library import load_spec
 from rotfed.mergers import restore_type

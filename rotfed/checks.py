@@ -84,13 +84,20 @@ def check_spec(
 
 
 def unsettling_transform(spec: SymmetrySpec, generator: torch.Generator) -> Transform:
-    """A random transform in which no permutation is the identity, as one of two heads would be every other time."""
+    """A random transform in which no permutation is the identity, and no layer's signs are all positive.
+
+    Chance would leave two heads in place every other time.
+    """
     elements = dict(random_transform(spec, generator).elements)
     for name, group in spec.groups.items():
         if group.kind_name == "permutation":
             in_place = group.kind.identity(group.batch, group.size)
             still = (elements[name] == in_place).all(-1, keepdim=True)
             elements[name] = torch.where(still, in_place.roll(1, -1), elements[name])
+        elif group.kind_name == "sign":
+            by_layer = elements[name].clone().reshape(group.batch[0] if group.layered else 1, -1)
+            by_layer[(by_layer == 1).all(-1), 0] = -1
+            elements[name] = by_layer.reshape(elements[name].shape)
     return Transform(spec, elements)
 
 

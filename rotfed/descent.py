@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rotfed.errors import AlignmentError
 from rotfed.solvers import (
     assign,
     identity_radius,
@@ -42,6 +43,7 @@ class Anchor(Mapping[str, Tensor]):
         self.params = params
         self.spec = spec
         self.resolution: Resolution = spec.resolve(params)
+        check_finite(params, "anchor")
         self._radii: dict[tuple[str, object], Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -63,6 +65,21 @@ class Anchor(Mapping[str, Tensor]):
         if (group, key) not in self._radii:
             self._radii[group, key] = compute()
         return self._radii[group, key]
+
+
+def check_finite(params: Params, role: str) -> None:
+    """Raise AlignmentError that names the first parameter with a value that is not finite."""
+    for name, tensor in params.items():
+        if tensor.is_meta:
+            raise AlignmentError(f"{name}: expected values in the {role}, found a meta tensor; load the model first")
+        if not tensor.is_floating_point():
+            continue
+        # torch has no isfinite for the float8 types.
+        wide = tensor.float() if tensor.element_size() < 2 else tensor
+        if not bool(wide.isfinite().all()):
+            raise AlignmentError(
+                f"{name}: expected finite values in the {role}, found NaN or infinity; leave this model out"
+            )
 
 
 @dataclass(frozen=True)

@@ -302,7 +302,7 @@ def bind_spec(
         kind = _evaluate(data["residual"]["kind"], config, f"{name}: residual.kind") if "residual" in data else None
         if kind is None:
             raise SpecError(f"{model_type}: {name} does not know the residual stream; load it without residual=True")
-        if residual not in (True, "permutation"):
+        if residual is not True and residual != "permutation":
             raise SpecError(f"residual: expected True, False or 'permutation', found {residual!r}")
         kind = kind if residual is True else "permutation"
         data = with_residual(data, kind, name)

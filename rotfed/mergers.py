@@ -56,8 +56,10 @@ def weighted_mean(models: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
     check_alike(models)
     mean = {}
     for name, first in models[0].items():
-        total = sum(to_work(model[name]) * share for model, share in zip(models, shares, strict=True))
-        assert isinstance(total, Tensor)
+        # From the first model on, so that values on which all agree (a folded norm's ones) stay as they are.
+        total = base = to_work(first)
+        for model, share in zip(models[1:], shares[1:], strict=True):
+            total = total + (to_work(model[name]).to(base.device) - base) * share
         mean[name] = restore_type(total, first.dtype).to(first.device)
     return mean
 

@@ -43,6 +43,9 @@ def with_residual(data: Mapping[str, Any], kind: Any, where: str) -> dict[str, A
     norms = tuple(f"{name}." for name in table["folds"])
     params = {}
     for name, entry in data["params"].items():
+        if name.startswith("pooler."):
+            # What reads a pooler and what reads the stream can have one name: with a pooler the model is refused.
+            continue
         if not name.startswith(norms):
             acting = f"{GROUP}*{SIGN}" if SIGN in groups else GROUP
         elif kind in ("permutation", "signed_permutation"):

@@ -347,7 +347,8 @@ class SymmetrySpec:
                 f"does not fit; found e.g. {', '.join(itertools.islice(params, 3)) or 'no parameter at all'}"
             )
         fits = {
-            (prefix, naming): sum(prefix + name in params for name in self.names(naming)) for prefix, naming in found
+            (prefix, naming): sum(prefix + name in params for name in self.names(naming, optional=False))
+            for prefix, naming in found
         }
         best = [place for place in fits if fits[place] == max(fits.values())]
         if len(prefixes := {prefix for prefix, _ in best}) > 1:
@@ -357,10 +358,10 @@ class SymmetrySpec:
             )
         return best[0]
 
-    def names(self, naming: str = "current") -> Iterator[str]:
+    def names(self, naming: str = "current", optional: bool = True) -> Iterator[str]:
         """Every name that the spec has for a parameter, in the given naming and without prefix."""
         for entry in self.entries:
-            if entry.naming in (None, naming):
+            if entry.naming in (None, naming) and (optional or not entry.optional):
                 for layer in entry.layers if entry.layered else (None,):
                     for name in self._spread(entry, layer):
                         yield self._rename(name, naming, layer)
@@ -506,13 +507,15 @@ def _check_storage(blocks: Iterable[Block], params: Mapping[str, Tensor]) -> Non
         layer = block.layer if any(action.group.layered for action in block.actions) else None
         moves.setdefault(block.params, []).append((layer, block.steps, block.shape, actions))
     owners: dict[int, tuple[str, object]] = {}
-    for names, move in moves.items():
+    moved = {name for names in moves for name in names}
+    still: dict[tuple[str, ...], object] = {(name,): None for name in params if name not in moved}
+    for names, move in {**moves, **still}.items():
         for name in names:
             tensor = params[name]
             if tensor.is_meta or not tensor.numel():
                 continue
             owner, same = owners.setdefault(tensor.data_ptr(), (name, move))
-            if owner != name and same != move:
+            if owner != name and same != move and (same is not None or move is not None):
                 raise SpecError(
                     f"{name}: shares its values with {owner}, and each would be moved in a way of its own; rotfed does "
                     "not align models that tie these parameters: untie them by a copy first"

@@ -18,7 +18,6 @@ CASES = {
     "llama-tied": ("llama", "AutoModelForCausalLM", {"tie_word_embeddings": True}, "signed"),
     "qwen2": ("qwen2", "AutoModelForCausalLM", {"tie_word_embeddings": False}, "orthogonal"),
     "gpt2": ("gpt2", "AutoModelForCausalLM", {}, "permutation"),
-    "bert": ("bert", "AutoModelForSequenceClassification", {}, "permutation"),
     "roberta": ("roberta", "AutoModelForSequenceClassification", {}, "permutation"),
 }
 every_case = pytest.mark.parametrize("case", CASES)
@@ -103,8 +102,12 @@ def test_merging_folds_first(generator: torch.Generator) -> None:
 @pytest.mark.parametrize(
     ("example", "head", "changes", "error"),
     [
-        ("vit", "AutoModel", {}, r"classifier\.weight: expected beside the backbone, not found"),
-        ("bert", "AutoModelForMaskedLM", {}, r"cls\.predictions.*no entry in \[residual\.head\]"),
+        ("vit", "AutoModel", {}, r"pooler\.dense\.weight: no entry"),
+        ("llama", "AutoModel", {}, r"lm_head\.weight: expected beside the backbone, not found"),
+        ("bert", "BertForTokenClassification", {}, "does not know the residual stream"),
+        ("roberta", "RobertaForTokenClassification", {}, r"classifier\.weight: no entry in \[residual\.head\]"),
+        ("roberta", "AutoModelForMaskedLM", {}, r"lm_head.*no entry in \[residual\.head\]"),
+        ("gpt2", "AutoModelForCausalLM", {"add_cross_attention": True}, "does not know the residual stream"),
         ("gemma", "AutoModelForCausalLM", {}, "does not know the residual stream"),
         ("t5", "AutoModelForSeq2SeqLM", {}, "does not know the residual stream"),
         ("vit-no-qkv-bias", "ViTForImageClassification", {}, "expected a bias that can take up the norm's"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flwr.app import Error, Message
 from torch import Tensor
 
-from rotfed.align import check_finite
+from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError, RecordError
 from rotfed.flower.records import to_state_dict
 
