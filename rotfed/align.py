@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rotfed.descent import Anchor, Params, Problem, check_finite
 from rotfed.errors import AlignmentError
-from rotfed.spec import SymmetrySpec
+from rotfed.spec import Resolution, SymmetrySpec
 from rotfed.transform import Transform, to_work
 
 
@@ -69,7 +69,13 @@ def align(
     numbers = spec.select_layers(layers)
     whole = len(numbers) == spec.num_layers
     chosen = tuple(name for name in spec.select_groups(groups) if whole or spec.groups[name].layered)
-    problem = Problem(source, spec.resolve(source), anchor, numbers, proper, strength)
+    resolution = spec.resolve(source)
+    if _layout(resolution) != _layout(anchor.resolution):
+        raise AlignmentError(
+            f"source: expected parameters laid out as the anchor's ({anchor.resolution.naming} names), found those of "
+            f"{resolution.naming} names, which split them otherwise; load both with the same transformers"
+        )
+    problem = Problem(source, resolution, anchor, numbers, proper, strength)
     check_finite(source, "source")
     components = spec.components(chosen)
     solved = {component: problem.solve(component, max_sweeps) for component in components}
@@ -108,6 +114,14 @@ def identity_share(transform: Transform, groups: Iterable[str]) -> float:
         return 1.0
     hits = [(stack == torch.arange(stack.shape[-1], device=stack.device)).all(-1) for stack in stacks]
     return float(torch.cat(hits).double().mean())
+
+
+def _layout(resolution: Resolution) -> list[object]:
+    """What two resolutions must share for their blocks to be paired one by one."""
+    return [
+        (block.layer, block.shape, [(action.group.name, action.dual, action.order) for action in block.actions])
+        for block in resolution.blocks
+    ]
 
 
 def _distances(problem: Problem, params: Params) -> tuple[float, float]:

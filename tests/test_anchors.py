@@ -2,16 +2,18 @@
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import rotfed
 from rotfed import anchors
 from rotfed.mergers import weighted_mean
-from tests.models import assert_recovers, assert_same, backbone, distance, norm, small_params, small_spec
+from tests.models import EXAMPLES, assert_recovers, assert_same, backbone, distance, norm, small_params, small_spec
 
 Params = dict[str, Tensor]
 
@@ -186,3 +188,14 @@ def test_shared_and_coupled_groups_are_recovered() -> None:
     full = rotfed.random_transform(spec, torch.Generator().manual_seed(2), proper=True)
     moved = rotfed.Transform(spec, {name: full.elements[name] for name in chosen}).apply(theta)
     assert_recovers(rotfed.align(moved, theta, spec, groups=chosen).params, theta)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "dinov2-swiglu", "nomic_bert"])
+def test_files_that_split_parameters_otherwise_align_to_their_like_only(name: str, tmp_path: Path) -> None:
+    model = EXAMPLES[name].model()
+    model.save_pretrained(tmp_path)
+    stored, spec = load_file(tmp_path / "model.safetensors"), rotfed.load_spec(model)
+    moved = rotfed.random_transform(spec, torch.Generator().manual_seed(0)).apply(stored)
+    assert rotfed.align(moved, stored, spec).distance_after < 1e-4
+    with pytest.raises(rotfed.AlignmentError, match="load both with the same transformers"):
+        rotfed.align(moved, model.state_dict(), spec)
