@@ -15,7 +15,7 @@ LAYERS = [
     {"library"},
     {"descent", "mergers", "checks"},
     {"align"},
-    {"anchors", "barrier", "checkpoints", "examples", "nearest"},
+    {"anchors", "barrier", "checkpoints", "examples", "learned", "nearest"},
     {"flower.records"},
     {"flower.replies"},
     {"flower.mods"},
