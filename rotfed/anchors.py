@@ -11,9 +11,9 @@ from torch import Tensor
 from rotfed.align import Alignment, align, identity_share
 from rotfed.descent import Anchor, Params
 from rotfed.errors import AlignmentError, ConvergenceWarning
-from rotfed.mergers import check_alike, normalised_weights, weighted_mean
+from rotfed.mergers import alike, normalised_weights, weighted_mean
 from rotfed.residual import fold_norms
-from rotfed.spec import SymmetrySpec
+from rotfed.spec import SymmetrySpec, check_is_spec, check_parameters
 from rotfed.transform import Transform, identity_transform, to_work
 
 ANCHORS = ("global", "medoid", "consensus", "progressive", "tree")
@@ -23,7 +23,7 @@ Step = Callable[[Params, Params, float], Alignment]
 
 
 def align_all(
-    models: Sequence[Params],
+    models: Iterable[Params],
     spec: SymmetrySpec,
     anchor: str = "consensus",
     weights: Sequence[float] | None = None,
@@ -57,13 +57,17 @@ def align_all(
         `groups`, `layers`, `proper`, `strength`, `max_sweeps` of `align`.
 
     Returns one Alignment a model, in order; their distances are those to the anchor chosen. Nothing is mutated.
-    Raises AlignmentError for models that differ, an unknown anchor, or a `"global"` one without a reference.
+    Raises RotfedError for models that differ, an unknown anchor, or a `"global"` one without a reference.
     """
+    check_is_spec(spec)
+    models = alike(models)
     shares = normalised_weights(len(models), weights)
-    check_alike(models)
     if anchor == "global":
         if reference is None:
-            raise AlignmentError("anchor 'global': expected a reference model to align to, found none; pass reference")
+            raise AlignmentError(
+                "anchor 'global': expected a model to align to, found none; pass reference=its parameters, or merge("
+                "..., anchor=its parameters)"
+            )
         prepared = reference if isinstance(reference, Anchor) else Anchor(reference, spec)
         return [align(model, prepared, spec, **options) for model in models]
     if anchor == "medoid":
@@ -82,8 +86,9 @@ def align_all(
     return _follow(models, aligned, align(mean, home, spec, **options).transform)
 
 
-def medoid(models: Sequence[Params], weights: Sequence[float] | None = None) -> int:
+def medoid(models: Iterable[Params], weights: Sequence[float] | None = None) -> int:
     """The index of the model nearest to the weighted mean of all; the first of equals."""
+    models = alike(models)
     mean = weighted_mean(models, weights)
     distances2 = [_distance2(model, mean) for model in models]
     return distances2.index(min(distances2))
@@ -142,6 +147,10 @@ def _align_in_turn(
     def join(left: "_Joined", right: "_Joined") -> "_Joined":
         share = right.weight + left.weight and right.weight / (left.weight + right.weight)
         alignment = step(right.mean, left.mean, share)
+        if not isinstance(alignment, Alignment):
+            raise AlignmentError(
+                f"step: expected an Alignment, as align returns, found {type(alignment).__name__}; return one"
+            )
         for member in right.members:
             transforms[member] = alignment.transform.compose(transforms[member])
             distances[member] = (alignment.distance_before, alignment.distance_after)
@@ -202,7 +211,7 @@ def _distance2(one: Params, other: Mapping[str, Tensor]) -> float:
 
 
 def merge(
-    models: Sequence[Params],
+    models: Iterable[Params],
     spec: SymmetrySpec,
     weights: Sequence[float] | None = None,
     anchor: str | Params = "consensus",
@@ -215,6 +224,10 @@ def merge(
     and `align`. Where the spec has a residual stream to rotate, norms are folded first. Returns a new mapping in the
     types of the first model. Nothing is mutated.
     """
+    check_is_spec(spec)
+    models = alike(models)
+    if not isinstance(anchor, str):
+        check_parameters(anchor)
     if spec.residual is not None:
         models = [fold_norms(model, spec) for model in models]
         anchor = anchor if isinstance(anchor, str) else fold_norms(anchor, spec)

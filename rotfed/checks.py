@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotfed.errors import FunctionChangedError, SpecError
 from rotfed.residual import fold_norms
-from rotfed.spec import SymmetrySpec
+from rotfed.spec import SymmetrySpec, check_is_spec
 from rotfed.transform import Transform, random_transform
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -45,6 +45,9 @@ def check_spec(
     parameter to look at, where a change exceeds the tolerance; SpecError where the spec does not cover the model's
     parameters or a group moves none of them.
     """
+    check_is_spec(spec)
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"model: expected a transformers model, found {type(model).__name__}")
     generator = generator or torch.Generator().manual_seed(0)
     if dtype not in TOLERANCE:
         raise SpecError(f"dtype: expected one of {', '.join(map(str, TOLERANCE))}, found {dtype}")

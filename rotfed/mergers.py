@@ -1,18 +1,19 @@
 """Mergers: from models in one frame to one model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rotfed.errors import AlignmentError
+from rotfed.spec import check_parameters
 from rotfed.transform import to_work
+
+Params = Mapping[str, Tensor]
 
 
 def normalised_weights(count: int, weights: Sequence[float] | None) -> list[float]:
     """Weights that sum to one, equal where `weights` is None. Raises AlignmentError for impossible ones."""
-    if count == 0:
-        raise AlignmentError("models: expected at least one, found none")
     if weights is None:
         return [1.0 / count] * count
     try:
@@ -27,14 +28,22 @@ def normalised_weights(count: int, weights: Sequence[float] | None) -> list[floa
     return [value / total for value in values]
 
 
-def check_alike(models: Sequence[Mapping[str, Tensor]]) -> None:
-    """Raise AlignmentError unless all models hold dense real tensors of the same names and shapes."""
-    first = models[0]
-    for name, tensor in first.items():
-        if not isinstance(tensor, Tensor) or tensor.is_complex() or tensor.layout != torch.strided:
-            found = f"a {tensor.dtype} {tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise AlignmentError(f"{name}: expected a dense tensor of real numbers, found {found}")
-    for number, model in enumerate(models[1:], start=1):
+def alike(models: Iterable[Params]) -> list[Params]:
+    """The models as a list. Raises RotfedError unless all hold dense real tensors of the same names and shapes."""
+    if isinstance(models, Mapping | str) or not isinstance(models, Iterable):
+        raise AlignmentError(
+            f"models: expected a list of mappings from parameter name to tensor, found {type(models).__name__}"
+        )
+    listed = list(models)
+    if not listed:
+        raise AlignmentError("models: expected at least one, found none")
+    for model in listed:
+        check_parameters(model)
+        if odd := [name for name, tensor in model.items() if tensor.is_complex() or tensor.is_meta]:
+            found = "a meta tensor" if model[odd[0]].is_meta else f"{model[odd[0]].dtype}"
+            raise AlignmentError(f"{odd[0]}: expected a dense tensor of real numbers, found {found}")
+    first = listed[0]
+    for number, model in enumerate(listed[1:], start=1):
         if odd := sorted(set(model) ^ set(first)):
             place = "model 0" if odd[0] in first else f"model {number}"
             raise AlignmentError(f"{odd[0]}: expected in every model, found in {place} only; merge like models")
@@ -44,16 +53,17 @@ def check_alike(models: Sequence[Mapping[str, Tensor]]) -> None:
                     f"{name}: expected shape {tuple(first[name].shape)} as in model 0, found {tuple(tensor.shape)} "
                     f"in model {number}; merge models of one architecture"
                 )
+    return listed
 
 
-def weighted_mean(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
+def weighted_mean(models: Iterable[Params], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
     """The weighted mean of models that share a frame.
 
     Accumulated in float64, returned in the types of the first model; whole-number buffers are rounded, flags go
-    with the majority. Nothing is mutated. Raises AlignmentError for models that differ in names or shapes.
+    with the majority. Nothing is mutated. Raises RotfedError for models that differ in names or shapes.
     """
+    models = alike(models)
     shares = normalised_weights(len(models), weights)
-    check_alike(models)
     mean = {}
     for name, first in models[0].items():
         # From the first model on, so that values on which all agree (a folded norm's ones) stay as they are.

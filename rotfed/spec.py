@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,8 +213,8 @@ class SymmetrySpec:
         """
         if names is None:
             return tuple(self.groups)
-        if isinstance(names, str):
-            raise SpecError(f"groups: expected a list of names, found the string {names!r}; write [{names!r}]")
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise SpecError(f"groups: expected a list of names, found {names!r}; write [{str(names)!r}]")
         chosen = {str(name) for name in names}
         known = {known for group in self.groups.values() for known in (group.name, group.base_name)}
         if unknown := sorted(chosen - known):
@@ -226,12 +227,12 @@ class SymmetrySpec:
         """The chosen layers in order, all where `layers` is None. Raises SpecError for one the model lacks."""
         if layers is None:
             return tuple(range(self.num_layers))
-        if isinstance(layers, str | int):
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
             raise SpecError(f"layers: expected layer numbers, found {layers!r}; write [0] or range(2)")
-        chosen = list(dict.fromkeys(layers))
+        chosen = list(layers)
         if wrong := [layer for layer in chosen if type(layer) is not int or not 0 <= layer < self.num_layers]:
             raise SpecError(f"layers: {wrong} not in the model; expected numbers from 0 to {self.num_layers - 1}")
-        return tuple(sorted(chosen))
+        return tuple(sorted(set(chosen)))
 
     def components(self, groups: Iterable[str]) -> list[tuple[str, ...]]:
         """Sort groups into sets that share no parameter: each set can be solved on its own, exactly."""
@@ -254,7 +255,7 @@ class SymmetrySpec:
         False, the norms have to be folded. Raises SpecError for a parameter that is missing, unknown, misshapen, shared
         with another one, or held in a type that no group can act on.
         """
-        _check_tensors(params)
+        check_parameters(params)
         prefix, naming = self.locate(params)
         beside = prefix[: prefix.rstrip(".").rfind(".") + 1] if prefix else ""
         blocks: list[Block] = []
@@ -488,14 +489,42 @@ def _adapter(name: str) -> SpecError:
     )
 
 
-def _check_tensors(params: Mapping[str, Tensor]) -> None:
-    """Refuse what no group could act on, and adapters, before the names are compared."""
+def check_is_spec(spec: Any) -> None:
+    """Raise SpecError for a model, a name or None in the place of a spec."""
+    if not isinstance(spec, SymmetrySpec):
+        raise SpecError(f"spec: expected a SymmetrySpec, found {type(spec).__name__}; pass what load_spec(model) gives")
+
+
+def check_parameters(params: Any) -> None:
+    """Raise SpecError unless `params` maps names to tensors on which groups can act, all with values or none."""
+    if not isinstance(params, Mapping):
+        remedy = "its state_dict()" if isinstance(params, torch.nn.Module) else "what state_dict() gives"
+        raise SpecError(
+            f"parameters: expected a mapping from name to tensor, found {type(params).__name__}; pass {remedy}"
+        )
     for name, tensor in params.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            found = str(tensor.layout) if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not isinstance(name, str):
+            raise SpecError(f"{name!r}: expected a string as a parameter's name, found {type(name).__name__}")
+        if found := no_plain_tensor(tensor):
             raise SpecError(f"{name}: expected a dense torch.Tensor, found {found}; convert it first")
         if _ADAPTER_INSIDE.search(name):
             raise _adapter(name)
+    # What accelerate keeps elsewhere would stay behind in the old frame. A directory's headers have no values at all.
+    absent = [name for name, tensor in params.items() if tensor.is_meta]
+    if 0 < len(absent) < len(params):
+        raise SpecError(f"{absent[0]}: expected values, found a meta tensor; load the whole model first")
+
+
+def no_plain_tensor(value: Any) -> str:
+    """What `value` is instead of a dense tensor with values of its own, such as a quantised one; empty for a tensor."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    # DTensor, jagged tensors and torchao's quantised ones wrap others; torch has this protocol for them.
+    if hasattr(value, "__tensor_flatten__") or torch.nn.parameter.is_lazy(value):
+        return f"a {type(value).__name__}"
+    if value.is_nested or value.is_quantized:
+        return f"a {'nested' if value.is_nested else 'quantised'} tensor"
+    return "" if value.layout == torch.strided else f"a {value.layout} tensor"
 
 
 def _check_storage(blocks: Iterable[Block], params: Mapping[str, Tensor]) -> None:

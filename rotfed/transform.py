@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rotfed.errors import TransformError
-from rotfed.spec import Action, Block, Group, SymmetrySpec
+from rotfed.spec import Action, Block, Group, SymmetrySpec, check_is_spec, no_plain_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +24,20 @@ class Transform:
     elements: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
+        check_is_spec(self.spec)
+        if not isinstance(self.elements, Mapping):
+            raise TransformError(
+                f"elements: expected a mapping from group to tensor, found {type(self.elements).__name__}"
+            )
         for name, element in self.elements.items():
             if name not in self.spec.groups:
                 raise TransformError(
                     f"{name}: no such group in {self.spec.source}; expected some of {', '.join(self.spec.groups)}"
                 )
             group = self.spec.groups[name]
+            found = no_plain_tensor(element) or ("a meta tensor" if element.is_meta else "")
+            if found or (element.is_floating_point() and element.element_size() < 2):
+                raise TransformError(f"{name}: expected a dense torch.Tensor, found {found or element.dtype}")
             group.kind.validate(element, group.batch, group.size, name)
 
     def apply(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -39,7 +47,6 @@ class Transform:
         Returns a new dict with the same names, shapes, types and devices; computed in float64. Tensors on which no
         group acts are the very same objects. Raises SpecError where the spec does not fit `params`.
         """
-        moved = dict(params)
         wide: dict[tuple[str, ...], Tensor] = {}
         for block in self.spec.resolve(params).blocks:
             if not any(action.group.name in self.elements for action in block.actions):
@@ -48,6 +55,7 @@ class Transform:
                 wide[block.params] = to_work(block.gather(params)).clone(memory_format=torch.contiguous_format)
             view = block.view(wide[block.params])
             view.copy_(act(view, block, self._elements_on(view.device)))
+        moved = dict(params)
         for names, tensor in wide.items():
             parts = tensor if len(names) > 1 else [tensor.reshape(params[names[0]].shape)]
             for name, part in zip(names, parts, strict=True):
@@ -76,7 +84,7 @@ class Transform:
 
     def compose(self, other: "Transform") -> "Transform":
         """This transform after `other`: `a.compose(b).apply(x)` equals `a.apply(b.apply(x))`."""
-        if other.spec != self.spec:
+        if not isinstance(other, Transform) or other.spec != self.spec:
             raise TransformError("compose: the two transforms belong to different specs; build both from one spec")
         groups = self.spec.groups
         composed = dict(self.elements)

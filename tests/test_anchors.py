@@ -168,8 +168,36 @@ def test_models_that_differ_are_refused() -> None:
         rotfed.merge([theta, {**theta, "embeddings.position_embeddings": torch.ones(1, 9, 12)}], spec)
     with pytest.raises(rotfed.AlignmentError, match="anchor: expected one of"):
         rotfed.align_all([theta], spec, "mean")
-    with pytest.raises(rotfed.AlignmentError, match="pass reference"):
-        rotfed.align_all([theta], spec, "global")
+    with pytest.raises(rotfed.AlignmentError, match=r"pass reference=.*merge.*anchor="):
+        rotfed.merge([theta], spec, anchor="global")
+    with pytest.raises(rotfed.AlignmentError, match=r"step: expected an Alignment.*found NoneType"):
+        rotfed.align_all([theta, theta], spec, "tree", step=lambda *_: None)
+
+
+def test_models_come_as_any_iterable_of_mappings_and_as_nothing_else() -> None:
+    spec, theta = backbone("vit")
+    assert_same(weighted_mean(model for model in (theta, theta)), theta)
+    assert_same(rotfed.merge((model for model in (theta, theta)), spec), theta)
+    module = torch.nn.Linear(2, 2)
+    meta = {name: tensor.to("meta") for name, tensor in theta.items()}
+    for models, error in [
+        (theta, "models: expected a list of mappings.*found dict"),
+        (None, "models: expected a list of mappings.*found NoneType"),
+        ("ab", "models: expected a list of mappings.*found str"),
+        ([theta, module], "found Linear; pass its state_dict"),
+        ([theta, meta], "expected a dense tensor of real numbers, found a meta tensor"),
+        ([{"w": torch.zeros(2, dtype=torch.complex64)}], "w: expected .* real numbers, found torch.complex64"),
+    ]:
+        for use in (lambda m: rotfed.merge(m, spec), lambda m: rotfed.align_all(m, spec), weighted_mean, rotfed.medoid):
+            with pytest.raises(rotfed.RotfedError, match=error):
+                use(models)
+    for anchor in (None, module, [theta]):
+        with pytest.raises(rotfed.SpecError, match="expected a mapping from name to tensor"):
+            rotfed.merge([theta, theta], spec, anchor=anchor)
+    for wrong in (None, module):
+        for use in (lambda s: rotfed.merge([theta], s), lambda s: rotfed.align_all([theta], s)):
+            with pytest.raises(rotfed.SpecError, match="spec: expected a SymmetrySpec"):
+                use(wrong)
 
 
 def test_means_keep_types() -> None:

@@ -16,6 +16,12 @@ def test_the_checked_model_is_not_touched() -> None:
     assert model.training
 
 
+def test_a_spec_and_a_model_are_expected() -> None:
+    for spec, model in [(None, EXAMPLES["bert"].model()), (cached_spec("bert"), 3)]:
+        with pytest.raises(rotfed.SpecError, match=r"(spec|model): expected a .*found (NoneType|int)"):
+            rotfed.check_spec(spec, model)
+
+
 def test_a_model_that_computes_nothing_finite_does_not_pass() -> None:
     model = EXAMPLES["vit"].model()
     with torch.no_grad():
