@@ -18,7 +18,10 @@ from dataclasses import dataclass
 
 from rotfed.errors import SpecError
 
-_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_][A-Za-z0-9_]*|\d+)|(?P<mark>[()\[\]|*/]))")
+_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18}(?![0-9]))|(?P<mark>[()\[\]|*/]))")
+
+# Far more than any architecture concatenates; the parts of an axis string are all their combinations.
+_MOST_PIECES = 16
 
 
 @dataclass(frozen=True)
@@ -122,13 +125,16 @@ class _Parser:
         while text[position:].strip():
             match = _TOKEN.match(text, position)
             if match is None:
-                raise self.fault(f"found {text[position:].split()[0]!r}")
+                raise self.fault(f"found {text[position:].split()[0][:40]!r}")
             self.tokens.append(match.group("word") or match.group("mark"))
             position = match.end()
+        if len([token for token in self.tokens if token in "[|"]) > _MOST_PIECES:
+            raise self.fault(f"found more than {_MOST_PIECES} '[' and '|'")
         self.next = 0
 
     def fault(self, found: str) -> SpecError:
-        return SpecError(f"axis string {self.text!r}: {found}; expected names, (a b), [a | b], a*group or a/group")
+        text = self.text[:200]
+        return SpecError(f"axis string {text!r}: {found}; expected names, (a b), [a | b], a*group or a/group")
 
     def peek(self) -> str:
         return self.tokens[self.next] if self.next < len(self.tokens) else ""

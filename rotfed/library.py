@@ -4,9 +4,12 @@ A file `specs/<family>.toml` is data: sizes as expressions over the configuratio
 parameter, older names, and the switches of the configuration under which the symmetry does not hold.
 """
 
+import contextlib
+import json
 import re
+import textwrap
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,7 +20,7 @@ import jinja2.sandbox
 import torch
 
 from rotfed.axes import ANY, Atom, Axis, parse_axes, parts, rename_atoms
-from rotfed.errors import SpecError
+from rotfed.errors import RotfedError, SpecError
 from rotfed.groups import KINDS, Scale
 from rotfed.residual import bound_residual, with_residual
 from rotfed.spec import Entry, Group, SymmetrySpec
@@ -44,6 +47,11 @@ _KEYS: dict[str, dict[str, type]] = {
     "examples": {"name": str, "model_type": str, "classes": list, "config": dict},
 }
 _INDEX = re.compile(r"\{(\w+)\}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+# Far more than any model has; a configuration that says otherwise would fill the memory with names.
+_MOST_LAYERS = 10_000
+_MOST_NAMES = 1_000_000
 
 
 @cache
@@ -66,7 +74,7 @@ def parse_spec_file(text: str, name: str) -> dict[str, Any]:
     """Parse and check a spec file's text, independent of any configuration. Raises SpecError that names the fault."""
     try:
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise SpecError(f"{name}: expected TOML, found {error}") from error
     _check_table(name, data, "")
     if missing := sorted({"model_type", "layers", "sizes", "groups", "params"} - set(data)):
@@ -75,17 +83,19 @@ def parse_spec_file(text: str, name: str) -> dict[str, Any]:
         _check_table(f"{name}: refuse[{number}]", rule, "refuse")
         if missing := sorted({"when", "because"} - set(rule)):
             raise SpecError(f"{name}: refuse[{number}]: expected the keys {', '.join(missing)}, not found")
-    if "residual" in data:
-        _check_table(f"{name}: residual", data["residual"], "residual")
-        if missing := sorted({"kind", "folds", "head"} - set(data["residual"])):
-            raise SpecError(f"{name}: residual: expected the keys {', '.join(missing)}, not found")
     for number, example in enumerate(data.get("examples", [])):
         _check_table(f"{name}: examples[{number}]", example, "examples")
         if example.get("model_type") not in data["model_type"]:
             raise SpecError(f"{name}: examples[{number}]: expected a model_type of this file, found {example}")
     for key in ("model_type", "untouched"):
-        if odd := [value for value in data.get(key, []) if not isinstance(value, str)]:
-            raise SpecError(f"{name}: {key}: expected strings, found {odd[0]!r}")
+        _check_strings(f"{name}: {key}", data.get(key, []))
+    for naming, renames in data.get("aliases", {}).items():
+        if naming == "current" or not isinstance(renames, dict):
+            raise SpecError(f"{name}: aliases.{naming}: expected a table of older names, under a name of its own")
+        _check_strings(f"{name}: aliases.{naming}", renames.values())
+    for own in (*data["sizes"], *data["groups"]):
+        if not _NAME.fullmatch(own) or own in ("_", "layer", "stack"):
+            raise SpecError(f"{name}: {own!r}: expected letters, digits and '_' as the name of a size or a group")
     for group, table in data["groups"].items():
         _check_table(f"{name}: groups.{group}", table, "groups")
     for group, table in data["groups"].items():
@@ -96,7 +106,11 @@ def parse_spec_file(text: str, name: str) -> dict[str, Any]:
         _check_table(where, table, "params")
         if "axes" not in table:
             raise SpecError(f"{where}: expected an axis string, or a table with the key 'axes'")
-        _check_axes(where, param, parse_axes(table["axes"]), table, data)
+        if "stacks" not in data and ("{stack}" in param or "stack" in table):
+            raise SpecError(f"{where}: expected no stack in a file without the key 'stacks', found one")
+        _check_axes(where, param, _axes(where, table["axes"]), table, data)
+    if "residual" in data:
+        _check_residual(f"{name}: residual", data["residual"], data)
     if not any("{layer}" in param for param in data["params"]):
         raise SpecError(f"{name}: expected a parameter with {{layer}} in its name, found none")
     return data
@@ -113,12 +127,43 @@ def _check_table(where: str, table: Any, kind: str) -> None:
             raise SpecError(f"{where}: {key}: expected a {allowed[key].__name__}, found {value!r}")
 
 
+def _check_strings(where: str, values: Iterable[Any]) -> None:
+    if odd := [value for value in values if not isinstance(value, str)]:
+        raise SpecError(f"{where}: expected strings, found {odd[0]!r}")
+
+
+def _check_residual(where: str, table: Any, data: Mapping[str, Any]) -> None:
+    _check_table(where, table, "residual")
+    if missing := sorted({"kind", "folds", "head"} - set(table)):
+        raise SpecError(f"{where}: expected the keys {', '.join(missing)}, not found")
+    axes = table.get("axes", ["d_model"])
+    if not axes or any(not isinstance(axis, str) or axis not in data["sizes"] for axis in axes):
+        raise SpecError(f"{where}.axes: expected names of [sizes], found {axes}")
+    for norm, readers in table["folds"].items():
+        _check_strings(f"{where}.folds: {norm}", readers if isinstance(readers, list) else [readers, None])
+    for param, text in table["head"].items():
+        _check_strings(f"{where}.head: {param}", [text])
+        _check_axes(f"{where}.head: {param}", param, _axes(f"{where}.head: {param}", text), {}, data)
+
+
+def _axes(where: str, text: str) -> tuple[Axis, ...]:
+    """Parse an axis string, naming the entry where it is at fault."""
+    try:
+        return parse_axes(text)
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from error
+
+
 def _check_group(where: str, group: str, table: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     if table.get("kind") not in KINDS:
         raise SpecError(f"{where}.kind: expected one of {', '.join(KINDS)}, found {table.get('kind')!r}")
-    if unknown := [size for size in table.get("per", []) if size != "layer" and size not in data["sizes"]]:
+    per = table.get("per", [])
+    _check_strings(f"{where}.per", per)
+    if unknown := [size for size in per if size != "layer" and size not in data["sizes"]]:
         raise SpecError(f"{where}.per: {', '.join(unknown)} not in [sizes]")
     axis = _axis_of(group, data)
+    if doubled := [size for size in per if per.count(size) > 1 or size == axis]:
+        raise SpecError(f"{where}.per: expected each index once, and not the group's own axis, found {doubled[0]}")
     if axis is not None and axis not in data["sizes"]:
         raise SpecError(f"{where}.axis: {axis} not in [sizes]")
     if axis is None and not isinstance(KINDS[table["kind"]], Scale):
@@ -208,19 +253,29 @@ def _evaluate(expression: Any, config: Mapping[str, Any], where: str) -> Any:
         raise SpecError(f"{where}: cannot evaluate {expression!r} over the configuration: {error}") from error
 
 
+@contextlib.contextmanager
+def refusing(expected: str) -> Iterator[None]:
+    """Turn whatever transformers, torch or the disk raise inside into a SpecError of one sentence."""
+    try:
+        yield
+    except RotfedError:
+        raise
+    except Exception as error:  # transformers raises errors of any class over what it was not made for
+        found = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+        raise SpecError(f"{expected}, found: {found}") from error
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """The values of a model directory's `config.json`, or of that file. Raises SpecError where there is none."""
-    import transformers
-
     path = Path(path)
-    if not path.exists():
-        raise SpecError(f"{path}: expected a model directory or a config.json, found nothing there")
+    with refusing(f"{path}: expected a model directory or a config.json"):
+        if not path.is_dir() and (path.suffix != ".json" or not path.exists()):
+            found = "another file" if path.exists() else "nothing"
+            raise SpecError(f"{path}: expected a model directory or a config.json, found {found} there")
     if path.is_dir() and not (path / "config.json").is_file():
         raise SpecError(f"{path}: expected a transformers model directory, found no config.json in it")
-    try:
-        values, _ = transformers.PretrainedConfig.get_config_dict(str(path))
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: expected a transformers configuration, found {error}") from error
+    with refusing(f"{path}: expected a transformers configuration"):
+        values = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
     if not isinstance(values, dict):
         raise SpecError(f"{path}: expected a transformers configuration, found {type(values).__name__}")
     return values
@@ -251,14 +306,8 @@ def _config_of(source: Any) -> Any:
             raise SpecError("configuration: expected the key 'model_type', not found; pass a transformers config dict")
         if model_type not in supported_model_types():
             raise _no_spec(model_type)
-        try:
+        with refusing(f"{model_type}: expected a configuration that transformers {transformers.__version__} accepts"):
             return transformers.AutoConfig.for_model(model_type, **values)
-        except Exception as error:  # transformers' own validation raises errors of many classes
-            reason = " ".join(str(error).split())
-            raise SpecError(
-                f"{model_type}: expected a configuration that transformers {transformers.__version__} accepts, found: "
-                f"{reason}"
-            ) from error
     if isinstance(source, str | Path):
         return _config_of(read_config(source))
     raise SpecError(
@@ -288,7 +337,8 @@ def load_spec(source: Any, residual: bool | str = False) -> SymmetrySpec:
     if model_type not in supported_model_types():
         raise _no_spec(model_type)
     family = supported_model_types()[model_type]
-    values = {**config.to_dict(), **{new: getattr(config, new, None) for new in config.attribute_map}}
+    with refusing(f"{model_type}: expected a configuration of plain values"):
+        values = {**config.to_dict(), **{new: getattr(config, new, None) for new in config.attribute_map}}
     return bind_spec(spec_files()[family], family, model_type, {**values, "model_type": model_type}, residual)
 
 
@@ -310,8 +360,13 @@ def bind_spec(
     for rule in data.get("refuse", []):
         if _evaluate(rule["when"], config, f"{name}: refuse"):
             raise SpecError(f"{model_type}: {rule['because']}")
-    stacks = list(_evaluate(data["stacks"], config, f"{name}: stacks")) if "stacks" in data else [None]
+    stacks = _evaluate(data["stacks"], config, f"{name}: stacks") if "stacks" in data else [None]
+    odd = not isinstance(stacks, list | range) or any(not isinstance(key, str | int | None) for key in stacks)
+    if odd or len({str(key) for key in stacks}) < len(stacks):
+        raise SpecError(f"{name}: stacks: expected a list of names or numbers, each once, found {stacks!r}")
     bound = {stack: _Stack(data, name, config, stack) for stack in stacks}
+    if not any(stack.layers for stack in bound.values()):
+        raise SpecError(f"{model_type}: expected at least one layer, found none ({data['layers']} in {name})")
     shared = bound[None] if None in bound else _Stack(data, name, config, None)
     entries: list[Entry] = []
     aliases: dict[str, dict[str, str]] = {naming: {} for naming in data.get("aliases", {})}
@@ -330,7 +385,7 @@ def bind_spec(
             for stack in bound if "{stack}" in new else [None]:
                 aliases[naming][new.replace("{stack}", str(stack))] = old.replace("{stack}", str(stack))
     unordered = {group.name: group for stack in bound.values() for group in stack.groups.values()}
-    return SymmetrySpec(
+    spec = SymmetrySpec(
         family,
         model_type,
         {None if stack.key is None else str(stack.key): stack.layers for stack in bound.values()},
@@ -341,6 +396,13 @@ def bind_spec(
         tuple(data.get("untouched", [])),
         remembered,
     )
+    for naming in spec.namings():
+        named: dict[str, str] = {}
+        for entry in (entry for entry in entries if entry.naming in (None, naming)):
+            renamed = spec.rename(entry.name, naming)
+            if (first := named.setdefault(renamed, entry.name)) != entry.name:
+                raise SpecError(f"{name}: aliases.{naming}: {first} and {entry.name} are both named {renamed}")
+    return spec
 
 
 def _outside_in(groups: Mapping[str, Group], where: str) -> dict[str, Group]:
@@ -365,7 +427,7 @@ class _Stack:
         single = "stacks" not in data
         # Outside the stacks of a model that has several there are no layers, and no size that differs by stack.
         outside = key is None and not single
-        self.layers = 0 if outside else self._size(data["layers"], "layers")
+        self.layers = 0 if outside else self._size(data["layers"], "layers", _MOST_LAYERS)
         self.sizes = {
             axis: self._size(expression, f"sizes.{axis}")
             for axis, expression in data["sizes"].items()
@@ -381,10 +443,12 @@ class _Stack:
     def qualified_sizes(self) -> dict[str, int]:
         return {self.qualified(size): value for size, value in self.sizes.items()}
 
-    def _size(self, expression: Any, what: str) -> int:
+    def _size(self, expression: Any, what: str, most: int = 2**63 - 1) -> int:
         value = _evaluate(expression, self.config, f"{self.where}: {what}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise SpecError(f"{self.where}: {what}: expected a whole number, found {value!r} ({expression})")
+        if value > most:
+            raise SpecError(f"{self.where}: {what}: expected at most {most:,}, found {value:,} ({expression})")
         return value
 
     def _groups(self, data: Mapping[str, Any]) -> dict[str, Group]:
@@ -440,6 +504,8 @@ class _Stack:
             return None
         axes = rename_atoms(parse_axes(table["axes"]), lambda atom: self._bound_atom(atom, where))
         index = next((index for index in _INDEX.findall(param) if index not in ("layer", "stack")), None)
+        if index and len(layers) * self.sizes[index] > _MOST_NAMES:
+            raise SpecError(f"{where}: expected at most {_MOST_NAMES:,} names, found {self.sizes[index]:,} {index}")
         return Entry(
             param.replace("{stack}", str(self.key)),
             axes,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import rotfed
 from rotfed.axes import Atom, Concat, cuts, parse_axes
-from rotfed.library import parse_spec_file, spec_files
+from rotfed.library import bind_spec, parse_spec_file, spec_files
 from tests.models import _SMALL, EXAMPLES, backbone, renamed, small_params, small_spec
 
 Params = dict[str, Tensor]
@@ -44,10 +44,29 @@ def test_cuts_lead_to_views_of_every_part() -> None:
     assert not matrix.any()
 
 
-@pytest.mark.parametrize("text", ["(a b", "a)", "[a | ]", "a*", "*a", "a b|c", "()", "a-b", "[a", "(a (b))"])
+MALFORMED = [
+    "(a b",
+    "a)",
+    "[a | ]",
+    "a*",
+    "*a",
+    "a b|c",
+    "()",
+    "a-b",
+    "[a",
+    "(a (b))",
+    "a \N{ARABIC-INDIC DIGIT THREE}",
+]
+HOSTILE = ["[" * 600 + "a" + "]" * 600, "[a | a] " * 40, "9" * 5000]
+
+
+@pytest.mark.parametrize("text", [*MALFORMED, *HOSTILE], ids=lambda text: text[:10])
 def test_malformed_axis_strings_are_refused(text: str) -> None:
     with pytest.raises(rotfed.SpecError, match="axis string"):
         parse_axes(text)
+
+
+RESIDUAL = "[residual]\nkind = 'none'\n"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +97,24 @@ def test_malformed_axis_strings_are_refused(text: str) -> None:
         ('"embed" = "_ shared"', '"embed" = "shared shared"', "acts twice"),
         ('"embed" = "_ shared"', '"embed.{heads}" = "d_model shared"', "expected the size heads as the first axis"),
         ("[sizes]", "refuse = [3]\n[sizes]", "expected a table, found 3"),
+        ('"embed" = "_ shared"', '"embed" = "_ (shared"', "small.toml: embed: axis string '_ .shared': expected '.'"),
+        ('"embed" = "_ shared"', '"embed" = { axes = "_ shared", stack = "a" }', "embed: expected no stack"),
+        ('per = ["layer", "heads"] }\nqk', "per = [1] }\nqk", "groups.qk.per: expected strings, found 1"),
+        ('per = ["layer", "heads"] }\nqk', 'per = ["layer", ["heads"]] }\nqk', "groups.qk.per: expected strings"),
+        ('per = ["layer", "heads"] }\nqk', 'per = ["layer", "layer"] }\nqk', "each index once.*found layer"),
+        ('per = ["layer", "heads"] }\nqk', 'per = ["layer", "head_dim"] }\nqk', "group's own axis, found head_dim"),
+        ("d_unit", "'2'", "'2': expected letters"),
+        ("d_unit", "layer", "'layer': expected letters"),
+        ("[sizes]", "[aliases]\nold = 3\n[sizes]", "aliases.old: expected a table"),
+        ("[sizes]", "[aliases.old]\nh = 3\n[sizes]", "aliases.old: expected strings, found 3"),
+        ("[sizes]", "[aliases.current]\n[sizes]", "aliases.current: expected .* a name of its own"),
+        ("[sizes]", "[residual]\nkind = 'none'\n[sizes]", "residual: expected the keys folds, head"),
+        ("[sizes]", f"{RESIDUAL}axes = ['x']\nhead = {{}}\nfolds = {{}}\n[sizes]", "residual.axes: expected names"),
+        ("[sizes]", f"{RESIDUAL}head = {{}}\nfolds = {{ a = 'b' }}\n[sizes]", "residual.folds: a: expected"),
+        ("[sizes]", f"{RESIDUAL}folds = {{}}\nhead = {{ a = 3 }}\n[sizes]", "residual.head: a: expected strings"),
+        ("[sizes]", f"{RESIDUAL}folds = {{}}\nhead = {{ a = 'x' }}\n[sizes]", "residual.head: a: 'x' is neither"),
+        ("[sizes]", f"x = {'[' * 5000}", "expected TOML"),
+        ("[sizes]", f"x = {'9' * 5000}\n[sizes]", "expected TOML"),
         ("[sizes]", 'refuse = [{ when = "true" }]\n[sizes]', "expected the keys because"),
     ],
 )
@@ -85,6 +122,24 @@ def test_faults_in_a_spec_file_are_named(old: str, new: str, error: str) -> None
     assert old in _SMALL
     with pytest.raises(rotfed.SpecError, match=error):
         parse_spec_file(_SMALL.replace(old, new), "small.toml")
+
+
+@pytest.mark.parametrize(
+    ("new", "error"),
+    [
+        ('layers = "0"', "small: expected at least one layer, found none"),
+        ('layers = "10 ** 9"', "layers: expected at most 10,000, found 1,000,000,000"),
+        *((f'layers = "2"\nstacks = "{stacks}"', "stacks: expected a list") for stacks in ("3", "none", "[[1]]")),
+        ('layers = "2"\nstacks = "[1, 1]"', "stacks: expected a list .* each once"),
+        ('layers = "2"\nstacks = "[]"', "expected at least one layer"),
+        ('layers = "2"\naliases.old = { "h.{layer}.q" = "h.{layer}.k" }', "h.{layer}.q and .*k are both named"),
+        ('layers = "2"\naliases.old = { "h.{layer}.k" = "h.{layer}.q" }', "h.{layer}.q and .*k are both named"),
+    ],
+)
+def test_faults_that_a_configuration_brings_out_are_named(new: str, error: str) -> None:
+    data = parse_spec_file(_SMALL.replace('layers = "2"', new), "small.toml")
+    with pytest.raises(rotfed.SpecError, match=error):
+        bind_spec(data, "small", "small", {})
 
 
 # What the project promises, by the names that transformers gives them.
@@ -124,7 +179,13 @@ def test_any_prefix_is_found_and_what_is_outside_is_left_alone(wrap: Callable[[s
 
 
 QUERY = "layers.0.attention.q_proj.weight"
-SPOILS: dict[str, tuple[Callable[[Params], Params], str]] = {
+
+
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+SPOILS: dict[str, tuple[Callable[[Params], Any], str]] = {
     "missing": (
         lambda p: {n: t for n, t in p.items() if n != QUERY.replace("0", "1")},
         "layers.1.*expected by specs/vit",
@@ -150,6 +211,17 @@ SPOILS: dict[str, tuple[Callable[[Params], Params], str]] = {
         r"layers\.1\.attention\.q_proj\.weight: shares its values with layers\.0",
     ),
     "sparse": (lambda p: {**p, QUERY: torch.eye(12).to_sparse()}, "expected a dense"),
+    "quantised tensor": (
+        lambda p: {**p, QUERY: torch.quantize_per_tensor(p[QUERY].float(), 0.1, 0, torch.qint8)},
+        "quantised",
+    ),
+    "jagged": (lambda p: {**p, QUERY: jagged()}, f"{QUERY}: .* a NestedTensor"),
+    "lazy": (lambda p: {**p, QUERY: nn.parameter.UninitializedParameter()}, f"{QUERY}: .* an? UninitializedParameter"),
+    "meta": (lambda p: {**p, QUERY: p[QUERY].to("meta")}, f"{QUERY}: expected values, found a meta tensor"),
+    "odd name": (lambda p: {**p, 3: p[QUERY]}, "3: expected a string as a parameter's name"),
+    "module": (lambda p: nn.Linear(2, 2), r"found Linear; pass its state_dict\(\)"),
+    "list": (lambda p: list(p.items()), "expected a mapping from name to tensor, found list"),
+    "none": (lambda p: None, "expected a mapping from name to tensor, found NoneType"),
     "numpy": (lambda p: {**p, QUERY: p[QUERY].numpy()}, "found ndarray"),
     "shape": (lambda p: {**p, QUERY: torch.ones(12, 13)}, r"expected shape \(12, 12\).*found \(12, 13\)"),
     "dimensions": (lambda p: {**p, QUERY: torch.ones(144)}, r"found \(144,\)"),
@@ -161,6 +233,7 @@ SPOILS: dict[str, tuple[Callable[[Params], Params], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", SPOILS)
 def test_parameters_that_the_spec_does_not_cover_are_refused_by_name(name: str) -> None:
     spec, theta = backbone("vit")
@@ -177,7 +250,10 @@ def test_groups_and_layers_are_checked() -> None:
         ({"groups": ["qk", "kq"]}, "kq not in specs/vit.toml"),
         ({"groups": "qk"}, "expected a list"),
         ({"layers": [0, 2]}, "expected numbers from 0 to 1"),
+        ({"groups": 5}, "expected a list of names, found 5"),
         ({"layers": 1}, "write"),
+        ({"layers": 1.5}, "expected layer numbers, found 1.5"),
+        ({"layers": [[0]]}, "expected numbers from 0 to 1"),
     ]:
         with pytest.raises(rotfed.SpecError, match=error):
             rotfed.align(theta, theta, spec, **options)
@@ -202,6 +278,13 @@ def test_transforms_of_the_small_spec_compose_and_invert() -> None:
             torch.testing.assert_close(found[name], expected[name])
     with pytest.raises(rotfed.TransformError, match="different specs"):
         one.compose(rotfed.random_transform(backbone("vit")[0]))
+    for bad in (lambda: one.compose(3), lambda: rotfed.Transform(spec, None), lambda: rotfed.Transform(None, {})):
+        with pytest.raises(rotfed.RotfedError, match=r"expected|different"):
+            bad()
+    wrong = (3, [1.0], one.elements["qk"].to("meta"), one.elements["qk"].to(torch.float8_e4m3fn))
+    for element in (*wrong, one.elements["qk"].to_sparse()):
+        with pytest.raises(rotfed.TransformError, match=r"qk: expected a dense torch\.Tensor"):
+            rotfed.Transform(spec, {"qk": element})
 
 
 def test_load_spec_takes_what_users_have(tmp_path: Path) -> None:
@@ -242,9 +325,20 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
         rotfed.load_spec(tmp_path / "gone")
     with pytest.raises(rotfed.SpecError, match=r"no config\.json"):
         rotfed.load_spec(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(rotfed.SpecError, match="expected a transformers configuration"):
-        rotfed.load_spec(tmp_path)
+    for text in ("{", "3", "null", "[1]", "", '{"model_type": ["bert"]}', '{"model_type": "bert", "hidden_size": "a"}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(rotfed.SpecError, match=r"expected (a transformers|a|the) (configuration|key)"):
+            rotfed.load_spec(tmp_path)
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(rotfed.SpecError, match="found another file"):
+        rotfed.load_spec(tmp_path / "model.bin")
+    with pytest.raises(rotfed.SpecError, match="File name too long"):
+        rotfed.load_spec("a" * 300)
+    for config in ({"quantization_config": 3}, {"num_hidden_layers": 10**9}, {"num_hidden_layers": 0}):
+        with pytest.raises(rotfed.SpecError, match="expected"):
+            rotfed.load_spec({"model_type": "bert", **config})
+    with pytest.raises(rotfed.SpecError, match="expected at most 1,000,000 names, found 1,000,000,000 experts"):
+        rotfed.load_spec({"model_type": "qwen2_moe", "num_experts": 10**9})
     with pytest.raises(rotfed.SpecError, match="without a 'config'"):
         rotfed.load_spec(nn.Linear(2, 2))
     with pytest.raises(rotfed.SpecError, match="found int"):
