@@ -18,14 +18,23 @@ from torch import Tensor, nn
 from rotfed.checks import with_plain_experts
 from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError, SpecError
-from rotfed.library import load_spec
+from rotfed.library import load_spec, refusing
 from rotfed.mergers import restore_type
 from rotfed.spec import SymmetrySpec
 
-# Whatever transformers raises for a directory that it cannot load.
-_LOADING_ERRORS = (OSError, ValueError, RuntimeError, ImportError, AttributeError, TypeError, KeyError)
-
-_SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SAFETENSORS_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 
 # What a directory needs beside its weights: configurations, tokenizers, processors, chat templates.
 _COPIED = {".json", ".txt", ".model", ".jinja", ".spm", ".tiktoken"}
@@ -55,9 +64,12 @@ _HARMLESS = {
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory: those of its index, else the one file, else all there are."""
+    """The safetensors files of a model directory: the one file, else those of its index, else all there are."""
     if not path.is_dir():
         return []
+    single = path / "model.safetensors"
+    if single.is_file():
+        return [single]
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -66,8 +78,7 @@ def weight_files(path: Path) -> list[Path]:
             raise SpecError(f"{index}: expected an index of safetensors files, found {error!r}") from error
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise SpecError(f"{path}: expected a whole model, found an adapter; merge it into its model first")
-    single = path / "model.safetensors"
-    return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    return sorted(path.glob("*.safetensors"))
 
 
 def stored_parameters(path: Path) -> dict[str, Tensor]:
@@ -75,7 +86,7 @@ def stored_parameters(path: Path) -> dict[str, Tensor]:
 
     def header(opened: Any, name: str) -> Tensor:
         entry = opened.get_slice(name)
-        dtype = _SAFETENSORS_TYPES.get(entry.get_dtype(), torch.int8)
+        dtype = _SAFETENSORS_TYPES.get(entry.get_dtype(), torch.uint8)
         return torch.empty(entry.get_shape(), dtype=dtype, device="meta")
 
     return {name: tensor for file in weight_files(path) for name, tensor in _entries(file, header)}
@@ -242,11 +253,11 @@ def layer_names(spec: SymmetrySpec, params: Mapping[str, Tensor]) -> dict[str, l
     return {**layers, "rest": [name for name in params if name not in within]}
 
 
-def with_tied_head(params: Mapping[str, Tensor], spec: SymmetrySpec, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def with_tied_head(params: Mapping[str, Tensor], spec: SymmetrySpec, path: Path) -> dict[str, Tensor]:
     """The parameters with the head that is tied to others of them, which files leave out, where the spec names it."""
     heads = {entry.name for entry in spec.entries if entry.head}
-    with _loading(checkpoint.path), torch.device("meta"):
-        model = _model_class(checkpoint.config)._from_config(checkpoint.config)
+    with torch.device("meta"):
+        model = new_model(path)
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -263,11 +274,13 @@ def with_tied_head(params: Mapping[str, Tensor], spec: SymmetrySpec, checkpoint:
 # Running
 
 
-def load_model(path: Path) -> nn.Module:
-    """The model of a directory with its own weights."""
+def load_model(path: Path) -> tuple[nn.Module, list[str]]:
+    """The model of a directory with its own weights, and the names of those that its files do not hold."""
     with _loading(path):
-        model: nn.Module = _model_class(_config(path)).from_pretrained(str(path), local_files_only=True)
-    return model
+        model, found = _model_class(_config(path)).from_pretrained(
+            str(path), local_files_only=True, output_loading_info=True
+        )
+    return model, sorted(found["missing_keys"])
 
 
 def new_model(path: Path) -> nn.Module:
@@ -320,13 +333,15 @@ def read_batches(path: Path, model: nn.Module, batch_size: int) -> list[dict[str
         shown = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise SpecError(f"{path}: expected as many examples in every tensor, at least one, found {shown}")
     wide = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    if odd := [name for name, tensor in wide.items() if bool(tensor.isnan().any())]:
+        raise SpecError(f"{odd[0]}: expected numbers in {path}, found NaN; take these examples out")
     return [
         {name: tensor[start : start + batch_size] for name, tensor in wide.items()}
         for start in range(0, counts["labels"], batch_size)
     ]
 
 
-def _transformers() -> Any:
+def quiet_transformers() -> Any:
     """transformers, without its progress bars and advice."""
     import transformers
 
@@ -336,25 +351,19 @@ def _transformers() -> Any:
 
 
 def _config(path: Path) -> Any:
-    return _transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
+    return quiet_transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
 
 
 def _model_class(config: Any) -> Any:
     """The class that a configuration was saved from, a bare backbone's where it does not say."""
-    transformers = _transformers()
+    transformers = quiet_transformers()
     architecture = next(iter(config.architectures or []), None)
     named = getattr(transformers, architecture, None) if architecture else None
     return named or transformers.MODEL_MAPPING[type(config)]
 
 
-@contextlib.contextmanager
-def _loading(path: Path) -> Iterator[None]:
-    """Turn what transformers raises into one sentence."""
-    try:
-        yield
-    except _LOADING_ERRORS as error:
-        first_line = next(iter(str(error).strip().splitlines()), repr(error))
-        raise SpecError(f"{path}: expected a model that transformers can load, found: {first_line}") from error
+def _loading(path: Path) -> contextlib.AbstractContextManager[None]:
+    return refusing(f"{path}: expected a model that transformers can load")
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from rotfed.checkpoints import (
     model_with,
     new_model,
     other_settings,
+    quiet_transformers,
     read_batches,
     read_checkpoint,
     stored_parameters,
@@ -39,7 +40,7 @@ from rotfed.checkpoints import (
 )
 from rotfed.checks import check_spec, randomize
 from rotfed.errors import AlignmentError, RotfedError, SpecError
-from rotfed.library import load_spec, read_config, spec_files, supported_model_types
+from rotfed.library import load_spec, read_config, refusing, spec_files, supported_model_types
 from rotfed.mergers import normalised_weights, weighted_mean
 from rotfed.nearest import Nearest, nearest_spec
 from rotfed.residual import fold_norms
@@ -79,8 +80,8 @@ def check(
     random ones. Exits with 1 and one sentence where rotfed does not support the model; for an unknown architecture it
     also says which spec comes closest.
     """
-    console = Console(soft_wrap=True, highlight=False)
-    try:
+    console = _console()
+    with _refusals():
         stored = stored_parameters(model)
         try:
             spec = load_spec(model)
@@ -94,9 +95,8 @@ def check(
             for dtype in (torch.float64, torch.float32):
                 errors[dtype] = check_spec(spec, module, dtype, generator=torch.Generator().manual_seed(seed))
             resolution = resolution or spec.resolve(module.state_dict())
-    except RotfedError as refusal:
-        _refuse(refusal)
-    _print_spec(console, spec, resolution, weights)
+        _print_spec(console, spec, resolution, weights)
+        console.print(f"residual stream: {_stream_of(model, stored)}")
     for dtype, error in errors.items():
         name = str(dtype).removeprefix("torch.")
         console.print(f"largest relative change of any output under random transforms, {name}: {error:.1e}")
@@ -113,18 +113,21 @@ def specs(
     family: Annotated[str, typer.Argument(help="A family or a model_type, for its groups; all by default.")] = "",
 ) -> None:
     """List the architectures that rotfed knows, with the groups of each."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = _console()
+    quiet_transformers()
     known = spec_files()
     chosen = supported_model_types().get(family, family)
     if chosen and chosen not in known:
         _refuse(SpecError(f"{family}: no such family or model_type; rotfed knows {', '.join(known)}"))
     for name, data in known.items():
         if chosen in ("", name):
-            console.print(f"{name}: {', '.join(data['model_type'])}", markup=False)
+            console.print(f"{name}: {', '.join(data['model_type'])}")
             for group, table in data["groups"].items():
                 each = f" per {', '.join(table['per'])}" if table.get("per") else ""
                 condition = f", when {table['when']}" if "when" in table else ""
-                console.print(f"  {group} ({table['kind']}{each}{condition})", markup=False)
+                console.print(f"  {group} ({table['kind']}{each}{condition})")
+            for kinds, model_types in _streams(data).items():
+                console.print(f"  residual stream ({kinds}): {', '.join(model_types)}")
     if not chosen:
         console.print(f"{len(supported_model_types())} model types in {len(known)} families")
 
@@ -148,7 +151,7 @@ def merge(
     mean before and after; with --data, also the losses of all models, of the plain mean and of the merged model.
     Exits with 1 and one sentence where the models cannot be merged.
     """
-    console = Console(soft_wrap=True, highlight=False)
+    console = _console()
     with _refusals():
         if len(models) < 2:
             raise AlignmentError(f"models: expected at least two to merge, found {len(models)}")
@@ -162,8 +165,8 @@ def merge(
         _print_differences(console, checkpoints, common)
         chosen = _numbers("layers", layers, int)
         spec, parties, stream = _form(checkpoints, common, residual, chosen)
-        console.print(f"{spec.model_type}: {len(models)} models by {spec.source}, anchor {anchor}", markup=False)
-        console.print(stream, markup=False)
+        console.print(f"{spec.model_type}: {len(models)} models by {spec.source}, anchor {anchor}")
+        console.print(stream)
         scores = [] if data is None else _score_parties(checkpoints, common, shares, data, batch_size)
 
         with _notes(console):
@@ -171,7 +174,7 @@ def merge(
         merged = first.restored({**first.params, **weighted_mean(aligned, shares)})
         _print_distances(console, spec, parties, aligned, shares)
         write_checkpoint(out, merged, first.path)
-        console.print(f"wrote {out}", markup=False)
+        console.print(f"wrote {out}")
         if data is not None:
             scores.append(("merged", _score(first, merged, data, batch_size)))
             _print_scores(console, scores, shares)
@@ -193,7 +196,7 @@ def barrier(
     The barrier is how far the loss rises above the line between its two ends, in nats where it is a cross-entropy.
     Exits with 1 and one sentence where the models cannot be compared.
     """
-    console = Console(soft_wrap=True, highlight=False)
+    console = _console()
     started = time.perf_counter()
     with _refusals():
         figure = _blank_figure()
@@ -205,7 +208,7 @@ def barrier(
         _print_differences(console, checkpoints, common)
         chosen = _numbers("layers", layers, int)
         spec, (anchor, source), stream = _form(checkpoints, common, residual, chosen)
-        console.print(stream, markup=False)
+        console.print(stream)
         model = model_with(checkpoints[0], checkpoints[0].params)
         batches = read_batches(data, model, batch_size)
         alignment = align(source, anchor, spec, layers=chosen)
@@ -237,12 +240,18 @@ def barrier(
         console.print(
             f"barrier: {lines['before']['barrier']:.4f} before alignment, {lines['after']['barrier']:.4f} after (nats)"
         )
-        console.print(f"wrote {out / 'barrier.json'} and {out / 'barrier.png'}", markup=False)
+        console.print(f"wrote {out / 'barrier.json'} and {out / 'barrier.png'}")
+
+
+def _console(stderr: bool = False) -> Console:
+    """A console that prints names as they are: a bracket in one is no markup, a colon no emoji."""
+    return Console(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
     """Turn a RotfedError, or a disk's, into one sentence and exit code 1."""
+    quiet_transformers()
     try:
         yield
     except RotfedError as refusal:
@@ -258,7 +267,7 @@ def _notes(console: Console) -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     for warning in caught:
-        console.print(f"note: {warning.message}", markup=False)
+        console.print(f"note: {warning.message}")
 
 
 _Number = TypeVar("_Number", int, float)
@@ -287,15 +296,44 @@ def _form(
     if not refused:
         try:
             spec = load_spec(first.path, residual=True)
-            models = [fold_norms(with_tied_head(model, spec, first), spec) for model in common.models]
+            models = [fold_norms(with_tied_head(model, spec, first.path), spec) for model in common.models]
         except SpecError as refusal:
             refused = str(refusal)
         else:
-            assert spec.residual is not None
-            kinds = ", ".join(spec.groups[name].kind_name for name in spec.groups if name.startswith("residual"))
-            folded = "; norms folded into the layers that read them" if spec.residual.folded else ""
-            return spec, models, f"residual stream: aligned ({kinds}{folded})"
+            return spec, models, f"residual stream: aligned ({_stream(spec)})"
     return first.spec, common.models, f"residual stream: left as it is ({refused})"
+
+
+def _stream(spec: SymmetrySpec) -> str:
+    """What a spec with the residual stream does to it."""
+    assert spec.residual is not None
+    kinds = ", ".join(group.kind_name for group in spec.groups.values() if group.name.startswith("residual"))
+    return kinds + ("; norms folded into the layers that read them" if spec.residual.folded else "")
+
+
+def _stream_of(model: Path, stored: Mapping[str, Tensor]) -> str:
+    """What load_spec(model, residual=True) would do to the residual stream, or why it stays as it is."""
+    try:
+        spec = load_spec(model, residual=True)
+        if stored:
+            spec.resolve(with_tied_head(stored, spec, model), folded=False)
+    except SpecError as refusal:
+        return f"left as it is ({refusal})"
+    return f"known ({_stream(spec)})"
+
+
+def _streams(data: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The model types of a spec file that know the residual stream, by what is done to it."""
+    found: dict[str, list[str]] = {}
+    for model_type in data["model_type"] if "residual" in data else []:
+        kinds = []
+        for tied in (False, True):
+            with contextlib.suppress(SpecError):
+                config = {"model_type": model_type, "tie_word_embeddings": tied}
+                kinds.append(_stream(load_spec(config, residual=True)))
+        if kinds:
+            found.setdefault("; with a tied head: ".join(dict.fromkeys(kinds)), []).append(model_type)
+    return found
 
 
 def _in_files(checkpoint: Checkpoint, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -327,13 +365,10 @@ def _print_differences(console: Console, checkpoints: Sequence[Checkpoint], comm
     first, *others = checkpoints
     for other in others:
         if settings := other_settings(first, other):
-            console.print(
-                f"note: {other.path} has {'; '.join(settings)}; the configuration of {first.path} is used",
-                markup=False,
-            )
+            console.print(f"note: {other.path} has {'; '.join(settings)}; the configuration of {first.path} is used")
     for title, names in [(f"kept from {first.path}, not merged", common.kept), ("left out", common.left_out)]:
         if names:
-            console.print(f"{title}: {', '.join(f'{name} ({what})' for name, what in names.items())}", markup=False)
+            console.print(f"{title}: {', '.join(f'{name} ({what})' for name, what in names.items())}")
 
 
 def _print_distances(
@@ -410,27 +445,26 @@ def _draw(figure: Any, path: Path, places: Sequence[float], lines: Mapping[str, 
 
 def _refuse(refusal: RotfedError, nearest: Nearest | None = None) -> None:
     """Print one sentence on the error stream, what comes closest below it, and exit with 1."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"refused: {refusal}", markup=False)
+    console = _console(stderr=True)
+    console.print(f"refused: {refusal}")
     if nearest is not None:
         total = len(nearest.matched) + len(nearest.unmatched)
         console.print(
             f"closest: specs/{nearest.family}.toml ({', '.join(nearest.model_types)}) has "
-            f"{len(nearest.matched)} of the model's {total} kinds of parameter, by name",
-            markup=False,
+            f"{len(nearest.matched)} of the model's {total} kinds of parameter, by name"
         )
         for title, lines in [
             ("a new file needs an axis string for", [f'"{n}", shape {s}' for n, s in nearest.unmatched.items()]),
             (f"not found here of specs/{nearest.family}.toml", list(nearest.lacking)),
         ]:
             if lines:
-                console.print("\n  ".join([f"{title}:", *lines]), markup=False)
-        console.print("see docs/new-architecture.md for how to write the file", markup=False)
+                console.print("\n  ".join([f"{title}:", *lines]))
+        console.print("see docs/new-architecture.md for how to write the file")
     raise typer.Exit(1)
 
 
 def _unknown(model: Path) -> bool:
-    return read_config(model).get("model_type") not in supported_model_types()
+    return read_config(model).get("model_type") not in list(supported_model_types())
 
 
 def _print_spec(console: Console, spec: SymmetrySpec, resolution: Resolution | None, weights: str) -> None:
@@ -453,5 +487,11 @@ def _print_spec(console: Console, spec: SymmetrySpec, resolution: Resolution | N
 def _load_model(path: Path, seed: int) -> tuple[torch.nn.Module, str]:
     """The model of a directory with its weights, or a random one of its configuration, and which of the two it is."""
     if path.is_dir() and (weight_files(path) or any(path.glob("pytorch_model*.bin"))):
-        return load_model(path), "its own weights"
-    return randomize(new_model(path), torch.Generator().manual_seed(seed)), "random weights"
+        module, fresh = load_model(path)
+        if not fresh:
+            return module, "its own weights"
+        if not {name for name, _ in module.named_parameters()} <= set(fresh):
+            more = f" and {len(fresh) - 1} more" if len(fresh) > 1 else ""
+            return module, f"its own weights, but a fresh {fresh[0]}{more}, which its files lack"
+    with refusing(f"{path}: expected a model that transformers can build"):
+        return randomize(new_model(path), torch.Generator().manual_seed(seed)), "random weights"

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from rotfed.library import spec_files
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+_WORD = re.compile(r"\w+")
 _PLACEHOLDER = re.compile(r"\{\w+\}")
 
 
@@ -30,6 +32,7 @@ class Nearest:
 def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
     """The spec whose parameter names are most of those of `params`; None where none has half of them.
 
+    Some of them have to be of heads that may be rotated: a model without attention has nothing to learn from a spec.
     Only names are compared: a spec that fits here still has to be proved by `check_spec`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
@@ -38,9 +41,11 @@ def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
     best: tuple[tuple[int, float], Nearest] | None = None
     for family, data in spec_files().items():
         optional = {_PLACEHOLDER.sub("*", name) for name, table in data["params"].items() if "optional" in table}
+        turned = {name for name, group in data["groups"].items() if group["kind"] in ("orthogonal", "rope_planes")}
         for patterns in _namings(data["params"], data.get("aliases", {})):
             found = {name: hit for name in shapes if (hit := _suffix_in(name, patterns))}
-            if 2 * len(found) < len(shapes):
+            heads = any(turned & set(_WORD.findall(patterns[hit])) for hit in found.values())
+            if 2 * len(found) < len(shapes) or not heads:
                 continue
             # A file for many variants has names that no one model has, which must not count against it.
             fit = (len(found), len(found) / len(patterns))
@@ -50,21 +55,21 @@ def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
                     tuple(data["model_type"]),
                     {hit: shapes[name] for name, hit in found.items()},
                     {name: shape for name, shape in shapes.items() if name not in found},
-                    tuple(sorted(patterns - set(found.values()) - optional)),
+                    tuple(sorted(set(patterns) - set(found.values()) - optional)),
                 )
                 best = fit, nearest
     return best[1] if best else None
 
 
-def _namings(params: Iterable[str], aliases: Mapping[str, Mapping[str, str]]) -> Iterable[set[str]]:
-    """The patterns of a spec file's parameters in each of its namings."""
-    names = list(params)
-    yield {_PLACEHOLDER.sub("*", name) for name in names}
-    for table in aliases.values():
-        renamed = set()
-        for name in names:
-            start = max((new for new in table if name.startswith(new)), key=len, default=None)
-            renamed.add(_PLACEHOLDER.sub("*", name if start is None else table[start] + name[len(start) :]))
+def _namings(
+    params: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, Mapping[str, str]]
+) -> Iterable[dict[str, str]]:
+    """The patterns of a spec file's parameters in each of its namings, with their axis strings."""
+    for table in ({}, *aliases.values()):
+        renamed = {}
+        for name, entry in params.items():
+            start = max((new for new in table if name.startswith(new)), key=len, default="")
+            renamed[_PLACEHOLDER.sub("*", table.get(start, "") + name[len(start) :])] = entry["axes"]
         yield renamed
 
 

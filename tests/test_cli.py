@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
@@ -14,6 +15,14 @@ from tests.models import EXAMPLES
 
 def rotfed(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refusal(*arguments: str | Path) -> str:
+    """The one sentence with which a command refuses."""
+    result = rotfed(*arguments)
+    assert result.exit_code == 1 and result.stdout == "", (result.output, result.exception)
+    assert result.stderr.startswith("refused: ") and result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
 
 
 @pytest.mark.parametrize("name", ["vit", "bert", "gpt2"])
@@ -82,6 +91,90 @@ def test_an_unknown_architecture_is_told_what_comes_closest(tmp_path: Path) -> N
     lacking = wanted[wanted.index("not found here of specs/bert.toml:") :]
     assert "  encoder.layer.*.output.dense.bias" in lacking
     assert lines[-1] == "see docs/new-architecture.md for how to write the file"
+
+
+@pytest.mark.parametrize("model_type", ["fnet", "mamba"])
+def test_a_model_without_attention_is_near_to_nothing(model_type: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 30}
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    assert refusal("check", tmp_path).startswith(f"refused: {model_type}: no spec for this model_type")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hidden_size": 0},
+        {"intermediate_size": 0},
+        {"max_position_embeddings": 0},
+        {"num_hidden_layers": 0},
+        {"hidden_act": "no such"},
+        {"architectures": 3},
+        {"quantization_config": 3},
+        {"model_type": ["bert"]},
+        3,
+        None,
+        [],
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_built_is_refused(values: object, tmp_path: Path) -> None:
+    config = EXAMPLES["bert"].config().to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, **values} if isinstance(values, dict) else values))
+    refusal("check", "--run", tmp_path)
+
+
+def test_weights_that_cannot_be_read_are_refused_and_missing_ones_are_said(tmp_path: Path) -> None:
+    model = EXAMPLES["bert"].model("BertForMaskedLM")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+
+    def shown(kept: dict[str, torch.Tensor]) -> str:
+        save_file(kept, path, metadata={"format": "pt"})
+        result = rotfed("check", "--run", tmp_path)
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()[0]
+
+    assert shown({n: t for n, t in tensors.items() if not n.startswith("cls.")}).endswith(
+        "its own weights, but a fresh cls.predictions.bias and 5 more, which its files lack"
+    )
+    assert shown({}).endswith("random weights")
+    name = "bert.encoder.layer.0.output.dense.weight"
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path)
+    assert f"{name}: expected float16" in refusal("check", tmp_path) and "float8_e4m3fn" in refusal("check", tmp_path)
+    path.write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
+    assert "expected a safetensors file" in refusal("check", "--run", tmp_path)
+    path.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"damaged")
+    assert "expected a model that transformers can load" in refusal("check", "--run", tmp_path)
+    assert "File name too long" in refusal("check", "a" * 300)
+
+
+def test_brackets_in_names_are_printed_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "[b] [red]:smile:"
+    EXAMPLES["bert"].model("BertForMaskedLM").save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "cls[/b]:smile:": torch.zeros(1)}, folder / "model.safetensors")
+    result = rotfed("check", folder)
+    assert result.exit_code == 0 and "cls[/b]:smile:" in result.stdout
+    (folder / "config.json").unlink()
+    assert f"refused: {folder}: expected a transformers model directory" in refusal("check", folder)
+
+
+def test_the_residual_stream_is_shown(tmp_path: Path) -> None:
+    for name, head, shown in [
+        ("vit", "ViTForImageClassification", "known (centred_orthogonal; norms folded into the layers that read them)"),
+        ("vit", "ViTModel", "left as it is (pooler.dense.bias: no entry"),
+        ("gpt2", "GPT2LMHeadModel", "known (permutation)"),
+        ("bert", "BertModel", "left as it is (bert: specs/bert.toml does not know the residual stream"),
+    ]:
+        EXAMPLES[name].model(head).save_pretrained(tmp_path / head)
+        assert f"residual stream: {shown}" in rotfed("check", tmp_path / head).stdout
+    listed = rotfed("specs", "bert").stdout
+    assert "  residual stream (permutation): roberta, xlm-roberta, camembert" in listed.splitlines()
+    assert "residual stream (orthogonal; norms folded" in rotfed("specs", "llama").stdout
+    assert "residual stream" not in rotfed("specs", "t5").stdout
 
 
 def test_specs_lists_every_type_with_its_groups() -> None:
