@@ -2,11 +2,15 @@
 
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rotfed.examples import examples
-from rotfed.library import parse_spec_file
+from rotfed.flower import RotFedAvg
+from rotfed.library import parse_spec_file, spec_files, supported_model_types
 from simulations.architectures import FOLDER, measure, page
 
 RESULTS = json.loads((FOLDER / "architectures.json").read_text())
@@ -30,6 +34,26 @@ def test_a_measurement_can_be_repeated(name: str) -> None:
         k: stored[k] for k in stored if "float" not in k
     }
     assert again["float64"] < 100 * stored["float64"]
+
+
+README = (FOLDER.parent / "README.md").read_text()
+
+
+def test_the_readme_counts_what_is_supported() -> None:
+    (counted,) = re.findall(r"(\d+) model types of transformers in (\d+) families", README)
+    assert tuple(map(int, counted)) == (len(supported_model_types()), len(spec_files()))
+
+
+def test_the_readme_runs_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(["my-model", "a", "b", "c"]):
+        examples()["vit"].model("ViTForImageClassification", seed).save_pretrained(name)
+    monkeypatch.setattr(RotFedAvg, "start", lambda *_, initial_arrays, **__: SimpleNamespace(arrays=initial_arrays))
+    pasted: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(block, pasted)
+    pasted["main"](None, None)
+    assert set(pasted["merged"]) == set(pasted["a"])
 
 
 def test_the_file_of_the_page_on_new_architectures_parses_and_is_what_rotfed_ships() -> None:
