@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from rotfed.align import Alignment, align, identity_share
 from rotfed.descent import Params, check_finite
 from rotfed.errors import AlignmentError
-from rotfed.mergers import weighted_mean
+from rotfed.mergers import normalised_weights, weighted_mean
 from rotfed.spec import Block, Group, SymmetrySpec
-from rotfed.transform import Transform, act, to_work
+from rotfed.transform import Transform, act, identity_transform, to_work
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Mapping[str, Tensor], Batch], Tensor]
@@ -75,55 +75,63 @@ def model_loss(model: nn.Module, class_counts: Sequence[float] | Tensor | None =
 
 
 class LearnedAlignment:
-    """The average of a moved source and an anchor, as a function of how the source is moved.
+    """The average of several models, as a function of how all but the first are moved.
 
     Parameters
     ----------
-    source, anchor
-        Mappings from parameter name to tensor, of equal names and shapes, with folded norms where `spec` asks for
-        them. Not mutated.
+    models
+        Two or more mappings from parameter name to tensor, of equal names and shapes, with folded norms where `spec`
+        asks for them. The first is the anchor, which stays where it is. Not mutated.
     spec
-        The bound spec of both.
-    start
-        The transform to begin at, as `align` gives it.
-    share
-        The source's weight in the average, between 0 and 1.
+        The bound spec of all.
+    starts
+        The transforms of all models but the first to begin at, as `align` gives them; by default the identity, for
+        models that are in one frame already.
+    weights
+        The models' shares of the average, equal by default.
     groups
         Names of the groups to learn, by default all rotations. Scales are learned where they are named; the others
-        stay as they are in `start`.
+        stay as they are at the start.
 
     `parameters` holds one tensor for each learned group, zero at the start. Where several parties train one alignment
-    together, they alone have to travel. Of a rotation it holds `(*batch, n (n - 1) / 2)`, the entries of a
-    skew-symmetric matrix above its diagonal, row by row (of size n - 1 where the all-ones direction stays); of a
-    rotary plane an angle in radians, of a scale a logarithm. Float64 where the source is, else float32, on its device.
+    together, they alone have to travel. Its first dimension counts the models that move. Of a rotation it holds
+    `(models, *batch, n (n - 1) / 2)`, the entries of a skew-symmetric matrix above its diagonal, row by row (of size
+    n - 1 where the all-ones direction stays); of a rotary plane an angle in radians, of a scale a logarithm. Float64
+    where the anchor is, else float32, on its device.
 
-    Raises AlignmentError for a share out of range, a start of another spec, models that differ or are not finite, and
-    where there is nothing to learn.
+    Raises AlignmentError for weights of which a model has none, starts of another spec, models that differ or are not
+    finite, and where there is nothing to learn.
     """
 
     def __init__(
         self,
-        source: Params,
-        anchor: Params,
+        models: Sequence[Params],
         spec: SymmetrySpec,
-        start: Transform,
-        share: float = 0.5,
+        starts: Sequence[Transform] | None = None,
+        weights: Sequence[float] | None = None,
         groups: Iterable[str] | None = None,
     ) -> None:
-        if not isinstance(share, int | float) or not 0 < share < 1:
-            raise AlignmentError(f"share: expected a number between 0 and 1, found {share!r}")
-        if start.spec != spec:
-            raise AlignmentError("start: expected a transform of the spec given, found one of another spec")
-        check_finite(source, "source")
-        check_finite(anchor, "anchor")
-        moved = start.apply(source)
-        self._start = start
-        self._average = weighted_mean([moved, anchor], [share, 1 - share])
+        shares = normalised_weights(len(models), weights)
+        if len(models) < 2 or min(shares) == 0:
+            raise AlignmentError(
+                f"models: expected at least two, each with a weight, found {len(models)} with {list(shares)}; "
+                "leave out those that do not count"
+            )
+        for number, model in enumerate(models):
+            check_finite(model, f"model {number}")
+        self._starts = [identity_transform(spec) for _ in models[1:]] if starts is None else list(starts)
+        if len(self._starts) != len(models) - 1 or any(start.spec != spec for start in self._starts):
+            raise AlignmentError(
+                f"starts: expected a transform of the spec given for each of {len(models) - 1} models after the first, "
+                f"found {len(self._starts)}, or one of another spec"
+            )
+        moved = [models[0], *(start.apply(model) for start, model in zip(self._starts, models[1:], strict=True))]
+        self._average = weighted_mean(moved, shares)
         chosen = [spec.groups[name] for name in spec.select_groups(groups)]
         learned = [kind for kind in _LEARNABLE if kind != "scale" or groups is not None]
         wanted = {group.name for group in chosen if group.kind_name in learned}
         moving: dict[tuple[str, ...], list[Block]] = {}
-        for block in spec.resolve(moved).blocks:
+        for block in spec.resolve(moved[0]).blocks:
             if any(action.group.name in wanted for action in block.actions):
                 moving.setdefault(block.params, []).append(block)
         acting = {action.group.name for blocks in moving.values() for block in blocks for action in block.actions}
@@ -133,19 +141,22 @@ class LearnedAlignment:
                 f"groups: expected one that can be learned ({', '.join(_LEARNABLE)}), found "
                 f"{', '.join(f'{group.name} ({group.kind_name})' for group in chosen) or 'none'}"
             )
-        like = moved[next(iter(moving))[0]]
+        like = moved[0][next(iter(moving))[0]]
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        # T is linear in the source, so that the shares are multiplied once.
+        # A transform is linear in the model that it moves, so that the shares are multiplied once.
         self._moving = [
             _Moving(
                 tuple(blocks),
-                (to_work(blocks[0].gather(moved)) * share).to(like.device, dtype),
-                (to_work(blocks[0].gather(anchor)) * (1 - share)).to(like.device, dtype),
+                [
+                    (to_work(blocks[0].gather(model)) * share).to(like.device, dtype)
+                    for model, share in zip(moved, shares, strict=True)
+                ],
             )
             for blocks in moving.values()
         ]
         self.parameters = {
-            group.name: torch.zeros(_parameter_shape(group), dtype=dtype, device=like.device) for group in self._groups
+            group.name: torch.zeros(len(self._starts), *_parameter_shape(group), dtype=dtype, device=like.device)
+            for group in self._groups
         }
 
     def load(self, parameters: Mapping[str, Tensor]) -> None:
@@ -163,11 +174,19 @@ class LearnedAlignment:
         for name, own in self.parameters.items():
             own.copy_(parameters[name].detach())
 
-    def transform(self) -> Transform:
-        """The transform learned so far; its elements are exact to float64 whatever type the parameters have."""
-        at_start = self._start.elements
-        wide = {name: to_work(own).to(at_start.get(name, own).device) for name, own in self.parameters.items()}
-        return Transform(self._start.spec, self._elements(wide)).compose(self._start)
+    def transforms(self) -> list[Transform]:
+        """The transforms learned so far, of all models but the first.
+
+        Their elements are exact to float64 whatever type the parameters have.
+        """
+        wide = self._elements({name: to_work(own) for name, own in self.parameters.items()})
+        return [
+            Transform(
+                start.spec,
+                {name: element[number].to(start.elements.get(name, element).device) for name, element in wide.items()},
+            ).compose(start)
+            for number, start in enumerate(self._starts)
+        ]
 
     def merged(self, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The average in the types of the source, under its own or the given `parameters`; differentiable in these."""
@@ -266,8 +285,10 @@ def refine(
 
     Parameters
     ----------
-    source, anchor, spec, share
-        As for `LearnedAlignment`.
+    source, anchor, spec
+        As for `align`, with folded norms where `spec` asks for them.
+    share
+        The source's share of the average, between 0 and 1.
     loss, batches, learning_rate
         As for `LearnedAlignment.train`. `batches` are the refining party's own data; 64 examples each are enough.
     start
@@ -289,12 +310,14 @@ def refine(
     chosen = spec.select_groups(groups) if groups is not None else None
     if start is None:
         start = align(source, anchor, spec, groups=chosen, max_sweeps=1).transform
-    learned = LearnedAlignment(source, anchor, spec, start, share, chosen)
+    if not isinstance(share, int | float) or not 0 < share < 1:
+        raise AlignmentError(f"share: expected a number between 0 and 1, found {share!r}")
+    learned = LearnedAlignment([anchor, source], spec, [start], [1 - share, share], chosen)
     stream = _endless(batches)
     compared = list(validation) if validation is not None else list(itertools.islice(stream, _COMPARED))
     if validation is None:
         stream = itertools.chain(compared, stream)
-    best, lowest = learned.transform(), _mean_loss(learned, loss, compared)
+    best, lowest = learned.transforms()[0], _mean_loss(learned, loss, compared)
     losses: list[float] = []
     for value in learned._steps(loss, stream, learning_rate, steps, decay=True):
         losses.append(value)
@@ -302,10 +325,10 @@ def refine(
             found = _mean_loss(learned, loss, compared)
             if found >= lowest:
                 break
-            best, lowest = learned.transform(), found
+            best, lowest = learned.transforms()[0], found
     else:
         if len(losses) % patience and _mean_loss(learned, loss, compared) < lowest:
-            best = learned.transform()
+            best = learned.transforms()[0]
     params = best.apply(source)
     shown = spec.select_groups(groups)
     before, after = _distance(source, anchor), _distance(params, anchor)
@@ -315,23 +338,27 @@ def refine(
 
 @dataclass(frozen=True)
 class _Moving:
-    """A parameter, or a stack of them, that learned groups act on: the shares of source and anchor in the average."""
+    """A parameter, or a stack of them, that learned groups act on: the models' shares in the average, anchor first."""
 
     blocks: tuple[Block, ...]
-    source: Tensor
-    anchor: Tensor
+    shares: list[Tensor]
 
     def under(self, elements: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The names and the averaged tensors, with the source moved by `elements`."""
+        """The names and the averaged tensors, with all but the first moved by the elements in their places."""
+        average = self.shares[0]
+        for number, share in enumerate(self.shares[1:]):
+            average = average + self._moved(share, {name: element[number] for name, element in elements.items()})
         first = self.blocks[0]
-        if first.view(self.source).numel() == self.source.numel():
-            moved = act(first.view(self.source), first, elements).reshape(self.source.shape)
-        else:
-            moved = self.source.clone()
-            for block in self.blocks:
-                block.view(moved).copy_(act(block.view(self.source), block, elements))
-        average = moved + self.anchor
         yield from zip(first.params, average.unbind() if first.stacked else [average], strict=True)
+
+    def _moved(self, share: Tensor, elements: Mapping[str, Tensor]) -> Tensor:
+        first = self.blocks[0]
+        if first.view(share).numel() == share.numel():
+            return act(first.view(share), first, elements).reshape(share.shape)
+        moved = share.clone()
+        for block in self.blocks:
+            block.view(moved).copy_(act(block.view(share), block, elements))
+        return moved
 
 
 def _cayley(packed: Tensor, n: int) -> Tensor:

@@ -79,17 +79,32 @@ def test_what_is_differentiated_is_the_average_with_the_moved_source(name: str, 
     else:
         (spec, source), anchor = backbone(name), backbone(name, seed=1)[1]
     start = rotfed.random_transform(spec, generator)
-    learned = LearnedAlignment(source, anchor, spec, start, 0.3, spec.groups)
+    learned = LearnedAlignment([anchor, source], spec, [start], [0.7, 0.3], spec.groups)
     assert_recovers(learned.merged(), rotfed.weighted_mean([start.apply(source), anchor], [0.3, 0.7]), 1e-13)
     disturb(learned, generator)
-    moved = learned.transform().apply(source)
+    moved = learned.transforms()[0].apply(source)
     assert distance(moved, start.apply(source)) > 0.1
     assert_recovers(learned.merged(), rotfed.weighted_mean([moved, anchor], [0.3, 0.7]), 1e-13)
 
 
+def test_several_models_are_moved_at_once(generator: torch.Generator) -> None:
+    spec = small_spec()
+    models = [small_params(generator) for _ in range(4)]
+    starts = [rotfed.random_transform(spec, generator) for _ in range(3)]
+    learned = LearnedAlignment(models, spec, starts, [1, 2, 3, 4], spec.groups)
+    disturb(learned, generator)
+    transforms = learned.transforms()
+    moved = [models[0], *(t.apply(model) for t, model in zip(transforms, models[1:], strict=True))]
+    assert_recovers(learned.merged(), rotfed.weighted_mean(moved, [1, 2, 3, 4]), 1e-13)
+    for number in range(3):
+        alone = LearnedAlignment([models[0], models[number + 1]], spec, [starts[number]], groups=spec.groups)
+        alone.load({name: own[number : number + 1] for name, own in learned.parameters.items()})
+        assert_same(alone.transforms()[0].apply(models[number + 1]), moved[number + 1])
+
+
 def test_gradients_are_those_of_the_average(generator: torch.Generator) -> None:
     spec, source, anchor = small_pair(generator)
-    learned = LearnedAlignment(source, anchor, spec, rotfed.random_transform(spec, generator), groups=spec.groups)
+    learned = LearnedAlignment([anchor, source], spec, [rotfed.random_transform(spec, generator)], groups=spec.groups)
     disturb(learned, generator, 0.2)
     names = list(learned.parameters)
     assert set(names) == {"qk", "qk_scale", "unit", "shared"}
@@ -103,9 +118,11 @@ def test_gradients_are_those_of_the_average(generator: torch.Generator) -> None:
 
 def test_the_function_stays_to_rounding_however_far_a_float32_alignment_turns(generator: torch.Generator) -> None:
     model, spec, theta = classifier(dtype=torch.float32)
-    learned = LearnedAlignment(theta, classifier(1, torch.float32)[2], spec, rotfed.random_transform(spec, generator))
+    learned = LearnedAlignment(
+        [classifier(1, torch.float32)[2], theta], spec, [rotfed.random_transform(spec, generator)]
+    )
     disturb(learned, generator, 3.0)
-    transform = learned.transform()
+    transform = learned.transforms()[0]
     for name in ("residual", "qk", "vo"):
         assert learned.parameters[name].dtype == torch.float32
         assert transform.elements[name].dtype == torch.float64
@@ -121,32 +138,32 @@ def test_the_function_stays_to_rounding_however_far_a_float32_alignment_turns(ge
 
 def test_parameters_count_a_rotation_once(generator: torch.Generator) -> None:
     _, spec, theta = classifier()
-    learned = LearnedAlignment(theta, theta, spec, identity_transform(spec))
+    learned = LearnedAlignment([theta, theta], spec)
     assert {name: tuple(own.shape) for name, own in learned.parameters.items()} == {
-        "residual": (55,),
-        "qk": (2, 3, 6),
-        "vo": (2, 3, 6),
+        "residual": (1, 55),
+        "qk": (1, 2, 3, 6),
+        "vo": (1, 2, 3, 6),
     }
     assert not any(bool(own.any()) for own in learned.parameters.values())
 
 
 def test_training_finds_the_rotation_that_was_taken_away(generator: torch.Generator) -> None:
     _, spec, theta = classifier()
-    away = LearnedAlignment(theta, theta, spec, rotfed.random_transform(spec, generator))
-    base = away.transform()
+    away = LearnedAlignment([theta, theta], spec, [rotfed.random_transform(spec, generator)])
+    base = away.transforms()[0]
     disturb(away, generator, 0.3)
-    source = away.transform().inverse().apply(theta)
-    learned = LearnedAlignment(source, theta, spec, base)
+    source = away.transforms()[0].inverse().apply(theta)
+    learned = LearnedAlignment([theta, source], spec, [base])
     before = learned.parameters
     losses = learned.train(to_target(theta), [NEAR], max_steps=200)
     assert learned.parameters is before
     assert losses[-1] < 1e-4 * losses[0]
-    assert_recovers(learned.transform().apply(source), theta, 0.02)
+    assert_recovers(learned.transforms()[0].apply(source), theta, 0.02)
 
 
 def test_the_rate_does_not_depend_on_the_size(generator: torch.Generator) -> None:
     spec, source, anchor = small_pair(generator)
-    learned = LearnedAlignment(source, anchor, spec, identity_transform(spec))
+    learned = LearnedAlignment([anchor, source], spec)
     assert learned.train(to_target(anchor), [NEAR], 0.1, max_steps=1, decay=False)
     for name, n in (("qk", 3), ("shared", 5)):
         expected = torch.full_like(learned.parameters[name], 0.1 * n**-0.5)
@@ -157,7 +174,7 @@ def test_the_rate_falls_to_zero_or_stays(generator: torch.Generator) -> None:
     spec, source, anchor = small_pair(generator)
 
     def last_step(decay: bool) -> float:
-        learned = LearnedAlignment(source, anchor, spec, identity_transform(spec))
+        learned = LearnedAlignment([anchor, source], spec)
         seen: list[Tensor] = []
 
         def loss(params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
@@ -220,9 +237,9 @@ def test_the_best_state_is_returned_and_not_the_last(generator: torch.Generator)
     spec, source, anchor = small_pair(generator)
     start = identity_transform(spec)
     stream = itertools.chain([NEAR] * 10, itertools.repeat(FAR))
-    good = LearnedAlignment(source, anchor, spec, start)
+    good = LearnedAlignment([anchor, source], spec, [start])
     good.train(to_target(anchor), [NEAR], 0.01, max_steps=10, decay=False)
-    best = distance(good.transform().apply(source), anchor)
+    best = distance(good.transforms()[0].apply(source), anchor)
     found = refine(
         source,
         anchor,
@@ -245,14 +262,14 @@ def test_the_last_steps_count_however_often_validation_is_looked_at(steps: int, 
     start = identity_transform(spec)
     found = refine(source, anchor, spec, to_target(anchor), iter([NEAR] * steps), start=start, patience=4)
     assert found.steps == steps
-    learned = LearnedAlignment(source, anchor, spec, start)
+    learned = LearnedAlignment([anchor, source], spec, [start])
     learned.train(to_target(anchor), iter([NEAR] * steps))
-    assert_same(found.alignment.params, learned.transform().apply(source))
+    assert_same(found.alignment.params, learned.transforms()[0].apply(source))
 
 
 def test_batches_are_gone_through_again_unless_they_run_out(generator: torch.Generator) -> None:
     spec, source, anchor = small_pair(generator)
-    learned = LearnedAlignment(source, anchor, spec, identity_transform(spec))
+    learned = LearnedAlignment([anchor, source], spec)
     seen: list[int] = []
 
     def loss(params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
@@ -276,10 +293,10 @@ def test_batches_are_gone_through_again_unless_they_run_out(generator: torch.Gen
 def test_an_alignment_travels_by_its_parameters(generator: torch.Generator) -> None:
     spec, source, anchor = small_pair(generator)
     start = rotfed.random_transform(spec, generator)
-    here, there = (LearnedAlignment(source, anchor, spec, start) for _ in range(2))
+    here, there = (LearnedAlignment([anchor, source], spec, [start]) for _ in range(2))
     here.train(to_target(anchor), [NEAR], max_steps=3)
     there.load(here.parameters)
-    assert_same(there.transform().apply(source), here.transform().apply(source))
+    assert_same(there.transforms()[0].apply(source), here.transforms()[0].apply(source))
     here.train(to_target(anchor), [NEAR], max_steps=1)
     assert not torch.equal(here.parameters["shared"], there.parameters["shared"])
     wrong: list[dict[str, Tensor]] = [
@@ -298,11 +315,11 @@ def test_an_alignment_travels_by_its_parameters(generator: torch.Generator) -> N
 def test_scales_are_learned_where_they_are_named(generator: torch.Generator) -> None:
     spec, source, anchor = small_pair(generator)
     start = identity_transform(spec)
-    assert set(LearnedAlignment(source, anchor, spec, start).parameters) == {"qk", "shared"}
-    named = LearnedAlignment(source, anchor, spec, start, groups=["unit", "ff", "qk"])
+    assert set(LearnedAlignment([anchor, source], spec, [start]).parameters) == {"qk", "shared"}
+    named = LearnedAlignment([anchor, source], spec, [start], groups=["unit", "ff", "qk"])
     assert set(named.parameters) == {"qk", "unit"}
     with pytest.raises(rotfed.AlignmentError, match="ff"):
-        LearnedAlignment(source, anchor, spec, start, groups=["ff"])
+        LearnedAlignment([anchor, source], spec, [start], groups=["ff"])
 
 
 def test_the_groups_of_refine_are_those_of_its_start(generator: torch.Generator) -> None:
@@ -357,17 +374,20 @@ def test_language_models_are_refined_too(generator: torch.Generator) -> None:
 def test_what_cannot_work_is_refused(generator: torch.Generator) -> None:
     spec, source, anchor = small_pair(generator)
     start, loss = identity_transform(spec), to_target(anchor)
-    learned = LearnedAlignment(source, anchor, spec, start)
+    learned = LearnedAlignment([anchor, source], spec, [start])
     for share in (0, 1, -0.1, float("nan"), "half"):
         with pytest.raises(rotfed.AlignmentError, match="share"):
-            LearnedAlignment(source, anchor, spec, start, share)  # type: ignore[arg-type]
-    with pytest.raises(rotfed.AlignmentError, match="start"):
-        LearnedAlignment(source, anchor, spec, identity_transform(backbone("bert")[0]))
+            refine(source, anchor, spec, loss, [NEAR], share=share)  # type: ignore[arg-type]
+    for models, weights in (([anchor], None), ([anchor, source], [1, 0]), ([anchor, source], [1, 2, 3])):
+        with pytest.raises(rotfed.AlignmentError, match=r"models|weights"):
+            LearnedAlignment(models, spec, weights=weights)
+    for starts in ([identity_transform(backbone("bert")[0])], [], [start, start]):
+        with pytest.raises(rotfed.AlignmentError, match="starts"):
+            LearnedAlignment([anchor, source], spec, starts)
     broken = {**anchor, "net.embed": torch.full_like(anchor["net.embed"], torch.nan)}
-    with pytest.raises(rotfed.AlignmentError, match=r"net.embed.*source"):
-        LearnedAlignment(broken, anchor, spec, start)
-    with pytest.raises(rotfed.AlignmentError, match=r"net.embed.*anchor"):
-        LearnedAlignment(source, broken, spec, start)
+    for models in ([broken, source], [source, broken]):
+        with pytest.raises(rotfed.AlignmentError, match=r"net.embed.*model"):
+            LearnedAlignment(models, spec, [start])
     with pytest.raises(rotfed.AlignmentError, match="batches"):
         learned.train(loss, [])
     with pytest.raises(rotfed.AlignmentError, match=r"loss.*step 0"):
