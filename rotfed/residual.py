@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotfed.axes import parts
 from rotfed.errors import SpecError
-from rotfed.spec import Entry, Residual, SymmetrySpec
+from rotfed.spec import Entry, Residual, SymmetrySpec, shared_values
 from rotfed.transform import to_work
 
 GROUP, SIGN = "residual", "residual_sign"
@@ -67,7 +67,8 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     residual stream may be rotated, each norm's gain is folded into the layers that read it and becomes one, its bias
     becomes zero; under LayerNorm the mean over the stream, which no layer reads, is taken off all that writes to it.
     Elsewhere the parameters are returned as they are. Computed in float64, returned in the types given; nothing is
-    mutated. Raises SpecError where a layer that reads a norm has no bias to take up the norm's.
+    mutated. Raises SpecError where a layer that reads a norm has no bias to take up the norm's, or where parameters
+    that share their values would no longer.
     """
     if spec.residual is None:
         raise SpecError("fold_norms: expected a spec with the residual stream; load it with residual=True")
@@ -100,6 +101,13 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     folded = dict(params)
     for spec_name, name in resolution.names.items():
         folded[name] = wide[spec_name].to(device=params[name].device, dtype=params[name].dtype)
+    for owner, name, same_view in shared_values(params):
+        kept = all(torch.equal(folded[one], params[one]) for one in (owner, name))
+        if not kept and not (same_view and torch.equal(folded[owner], folded[name])):
+            raise SpecError(
+                f"{name}: shares its values with {owner}, and folding would change them apart; untie them by a copy "
+                "first, in the model's configuration, too"
+            )
     return folded
 
 

@@ -528,24 +528,60 @@ def no_plain_tensor(value: Any) -> str:
 
 
 def _check_storage(blocks: Iterable[Block], params: Mapping[str, Tensor]) -> None:
-    """Refuse two parameters that are one tensor, unless they move alike: moved apart they could not be tied again."""
-    moves: dict[tuple[str, ...], list[object]] = {}
+    """Refuse two parameters that share values, unless they move alike: moved apart they could not be tied again."""
+    found: dict[tuple[str, ...], list[object]] = {}
     for block in blocks:
         actions = [(action.group.name, action.dual, action.order) for action in block.actions]
         # Elements that differ by layer move two layers apart.
         layer = block.layer if any(action.group.layered for action in block.actions) else None
-        moves.setdefault(block.params, []).append((layer, block.steps, block.shape, actions))
-    owners: dict[int, tuple[str, object]] = {}
-    moved = {name for names in moves for name in names}
-    still: dict[tuple[str, ...], object] = {(name,): None for name in params if name not in moved}
-    for names, move in {**moves, **still}.items():
-        for name in names:
-            tensor = params[name]
-            if tensor.is_meta or not tensor.numel():
-                continue
-            owner, same = owners.setdefault(tensor.data_ptr(), (name, move))
-            if owner != name and same != move and (same is not None or move is not None):
-                raise SpecError(
-                    f"{name}: shares its values with {owner}, and each would be moved in a way of its own; rotfed does "
-                    "not align models that tie these parameters: untie them by a copy first"
-                )
+        found.setdefault(block.params, []).append((layer, block.steps, block.shape, actions))
+    moves = {name: (place, move) for names, move in found.items() for place, name in enumerate(names)}
+    for owner, name, same_view in shared_values(params):
+        if (owner in moves or name in moves) and not (same_view and moves.get(owner) == moves.get(name)):
+            raise SpecError(
+                f"{name}: shares its values with {owner}, and each would be moved in a way of its own; rotfed does "
+                "not align models that tie these parameters: untie them by a copy first"
+            )
+
+
+def shared_values(params: Mapping[str, Tensor]) -> Iterator[tuple[str, str, bool]]:
+    """Pairs of names that have values in memory in common, and whether both are one view of it."""
+    owners: dict[object, str] = {}
+    spans: list[tuple[str, int, int, str]] = []
+    for name, tensor in params.items():
+        if tensor.is_meta or not tensor.numel():
+            continue
+        start, device = tensor.data_ptr(), str(tensor.device)
+        owner = owners.setdefault((device, start, tensor.dtype, tensor.shape, tensor.stride()), name)
+        if owner != name:
+            yield owner, name, True
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((device, start, start + (last + 1) * tensor.element_size(), name))
+    together: list[tuple[str, int, int, str]] = []
+    for span in sorted(spans):
+        if together and not (span[0] == together[0][0] and span[1] < max(stop for _, _, stop, _ in together)):
+            yield from _overlaps(together, params)
+            together = []
+        together.append(span)
+    yield from _overlaps(together, params)
+
+
+def _overlaps(spans: list[tuple[str, int, int, str]], params: Mapping[str, Tensor]) -> Iterator[tuple[str, str, bool]]:
+    """Pairs of names that have values in common, of spans of memory that lie over each other."""
+    if len(spans) < 2:
+        return
+    # Two columns of one matrix span the same memory and share none of it: every cell remembers who was there.
+    _, first, _, _ = spans[0]
+    unit = math.gcd(*(params[name].element_size() for *_, name in spans), *(start - first for _, start, _, _ in spans))
+    cells = torch.full(((max(stop for _, _, stop, _ in spans) - first) // unit,), -1)
+    for number, (_, start, _, name) in enumerate(spans):
+        tensor = params[name]
+        per = tensor.element_size() // unit
+        # A dimension that an expanded tensor repeats lies in memory once.
+        sizes = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        own = cells.as_strided((*sizes, per), (*(per * s for s in tensor.stride()), 1), (start - first) // unit)
+        for other in own.unique().tolist():
+            if other >= 0:
+                yield spans[other][3], name, False
+        own.fill_(number)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import rotfed
 from rotfed.axes import Atom, Concat, cuts, parse_axes
 from rotfed.library import bind_spec, parse_spec_file, spec_files
-from tests.models import _SMALL, EXAMPLES, backbone, renamed, small_params, small_spec
+from tests.models import _SMALL, EXAMPLES, assert_same, backbone, renamed, small_params, small_spec
 
 Params = dict[str, Tensor]
 
@@ -210,6 +210,14 @@ SPOILS: dict[str, tuple[Callable[[Params], Any], str]] = {
         lambda p: {**p, "layers.1.attention.q_proj.weight": p["layers.0.attention.q_proj.weight"]},
         r"layers\.1\.attention\.q_proj\.weight: shares its values with layers\.0",
     ),
+    "overlapping layers": (
+        lambda p: {
+            **p,
+            "layers.0.mlp.fc1.bias": (buffer := torch.zeros(15))[:10],
+            "layers.1.mlp.fc1.bias": buffer[5:],
+        },
+        r"layers\.1\.mlp\.fc1\.bias: shares its values with layers\.0",
+    ),
     "sparse": (lambda p: {**p, QUERY: torch.eye(12).to_sparse()}, "expected a dense"),
     "quantised tensor": (
         lambda p: {**p, QUERY: torch.quantize_per_tensor(p[QUERY].float(), 0.1, 0, torch.qint8)},
@@ -242,6 +250,18 @@ def test_parameters_that_the_spec_does_not_cover_are_refused_by_name(name: str) 
         spec.resolve(spoil(theta))
     with pytest.raises(rotfed.SpecError, match=error):
         rotfed.align(spoil(theta), theta, spec)
+
+
+def test_views_of_one_buffer_that_do_not_overlap_are_parameters_like_others() -> None:
+    spec, theta = backbone("vit")
+    flat = torch.cat([tensor.reshape(-1) for tensor in theta.values()])
+    cut = flat.split([tensor.numel() for tensor in theta.values()])
+    params = {name: part.view(theta[name].shape) for name, part in zip(theta, cut, strict=True)}
+    # Two columns of one matrix span the same memory, too.
+    sides = torch.cat([params[QUERY], params["layers.0.attention.k_proj.weight"]], 1)
+    params[QUERY], params["layers.0.attention.k_proj.weight"] = sides[:, :12], sides[:, 12:]
+    transform = rotfed.random_transform(spec, torch.Generator().manual_seed(0))
+    assert_same(transform.apply(params), transform.apply(theta))
 
 
 def test_groups_and_layers_are_checked() -> None:
