@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rotfed.errors import AlignmentError
+from rotfed.groups import CentredOrthogonal
 from rotfed.solvers import (
     assign,
     identity_radius,
@@ -326,11 +327,11 @@ class Problem:
     def orthogonal(self, group: Group, pairs: list[_Pair]) -> Tensor:
         rotation = self.identity(group.name)
         cross, energy = self._cross(group, pairs)
-        if group.kind_name == "centred_orthogonal":
-            # Rounding leaves a little along the all-ones direction, which has to stay where it is.
-            cross = cross - cross.mean(-1, keepdim=True)
-            cross = cross - cross.mean(-2, keepdim=True)
-        best = orthogonal_procrustes(cross, self.proper, self.strength)
+        if isinstance(group.kind, CentredOrthogonal):
+            basis = group.kind.complement(group.size).to(self.device)
+            best = group.kind.extend(orthogonal_procrustes(basis.T @ cross @ basis, self.proper, self.strength))
+        else:
+            best = orthogonal_procrustes(cross, self.proper, self.strength)
         gain = ((best - rotation) * cross).sum((-2, -1))
         return torch.where((gain > _NOISE * energy)[..., None, None], best, rotation)
 

@@ -128,13 +128,22 @@ class CentredOrthogonal(Orthogonal):
         dtype: torch.dtype = torch.float64,
         proper: bool = False,
     ) -> Tensor:
-        inner = super().random(batch, n - 1, generator, torch.float64, proper)
+        return self.extend(super().random(batch, n - 1, generator, torch.float64, proper)).to(dtype)
+
+    @staticmethod
+    def complement(n: int) -> Tensor:
+        """An orthonormal basis `(n, n - 1)` of the vectors that sum to zero."""
         # The last n - 1 columns of the Householder matrix that maps the first unit vector to the all-ones direction.
         v = torch.full((n,), n**-0.5, dtype=torch.float64)
         v[0] -= 1
         basis = torch.eye(n, dtype=torch.float64) - 2 * torch.outer(v, v) / v.dot(v).clamp_min(1e-300)
-        ones, rest = basis[:, :1], basis[:, 1:]
-        return (ones @ ones.T + rest @ inner @ rest.T).to(dtype)
+        return basis[:, 1:]
+
+    def extend(self, inner: Tensor) -> Tensor:
+        """The elements that act as `inner`, orthogonal matrices `(n - 1, n - 1)`, on the complement of all ones."""
+        n = inner.shape[-1] + 1
+        basis = self.complement(n).to(inner.device)
+        return basis @ inner @ basis.T + 1 / n
 
     def defect(self, element: Tensor) -> float:
         orthogonal = super().defect(element)

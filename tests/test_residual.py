@@ -121,6 +121,37 @@ def test_what_the_residual_stream_does_not_allow_is_refused(
         fold_norms(model.state_dict(), rotfed.load_spec(model, residual=True))
 
 
+@pytest.mark.parametrize("case", ["vit", "llama"])
+def test_folding_refuses_what_it_would_untie(case: str) -> None:
+    _, spec, theta = built(case)
+    one, other = {
+        "vit": ("vit.layers.0.mlp.fc1.weight", "vit.layers.1.mlp.fc1.weight"),
+        "llama": ("model.embed_tokens.weight", "lm_head.weight"),
+    }[case]
+    with pytest.raises(rotfed.SpecError, match=r"shares its values with .*; .*untie them by a copy"):
+        fold_norms({**theta, other: theta[one]}, spec)
+    fold_norms({**theta, other: theta[one].clone()}, spec)
+
+
+@pytest.mark.parametrize("proper", [False, True])
+def test_centred_alignment_is_the_nearest_of_its_kind(proper: bool, generator: torch.Generator) -> None:
+    _, spec, theta = built("vit")
+    folded = fold_norms(theta, spec)
+    kind = KINDS["centred_orthogonal"]
+    for _ in range(8):
+        source = {n: t + torch.randn(t.shape, generator=generator).double() for n, t in folded.items()}
+        source = fold_norms({n: folded[n] if "layernorm" in n else t for n, t in source.items()}, spec)
+        best = rotfed.align(source, folded, spec, groups=["residual"], proper=proper)
+        element = best.transform.elements["residual"]
+        assert not proper or float(torch.linalg.det(element)) == pytest.approx(1)
+        turn = kind.random((), 12, generator, proper=True)
+        for rival in (turn, turn @ element):
+            other = rotfed.Transform(spec, {"residual": rival}).apply(source)
+            assert best.distance_after <= distance(other, folded)
+        moved = rotfed.Transform(spec, {"residual": turn}).apply(folded)
+        assert_recovers(rotfed.align(moved, folded, spec, groups=["residual"], proper=proper).params, folded)
+
+
 def test_in_flower_a_spec_that_takes_folded_models_is_refused_before_the_first_round() -> None:
     model, spec, _ = built("vit")
     for build in (RotFedAvg, align_mod):
