@@ -85,12 +85,13 @@ def align(
         return Transform(spec, {name: elements.get(name, problem.identity(name)) for name in spec.groups})
 
     transform = moved_by(components)
-    params = transform.apply(source)
-    # Rounding to the source's own type (bfloat16) can cost more than the alignment of two near frames gains.
+    params = transform.move(source)
+    # Rounding to the source's own type (bfloat16) can cost more than the alignment of two near frames gains, and what
+    # that type cannot hold is infinitely far away.
     kept = [c for c in components if problem.distance2(params, c) < problem.distance2(source, c)]
     if len(kept) < len(components):
         transform = moved_by(kept)
-        params = transform.apply(source)
+        params = transform.move(source)
     before, after = _distances(problem, params)
     return Alignment(params, transform, before, after, identity_share(transform, chosen))
 

@@ -223,7 +223,8 @@ class Scale(Kind):
     def defect(self, element: Tensor) -> float:
         if not element.is_floating_point():
             return float("inf")
-        return 0.0 if bool((element.isfinite() & (element != 0)).all()) else float("inf")
+        # The dual divides: the inverse of a subnormal number is infinite.
+        return 0.0 if bool((element.isfinite() & element.reciprocal().isfinite()).all()) else float("inf")
 
 
 class Sign(Scale):

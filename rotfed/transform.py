@@ -45,8 +45,22 @@ class Transform:
 
         Parameters: `params`, a mapping from name to tensor such as `model.state_dict()`, of which nothing is mutated.
         Returns a new dict with the same names, shapes, types and devices; computed in float64. Tensors on which no
-        group acts are the very same objects. Raises SpecError where the spec does not fit `params`.
+        group acts are the very same objects. Raises SpecError where the spec does not fit `params`, TransformError
+        where a value would leave the range of its type.
         """
+        moved = self.move(params)
+        for name, tensor in moved.items():
+            if tensor is not params[name] and not bool(tensor.isfinite().all()) and bool(params[name].isfinite().all()):
+                blocks = [block for block in self.spec.resolve(params).blocks if name in block.params]
+                acting = dict.fromkeys(a.group.name for b in blocks for a in b.actions if a.group.name in self.elements)
+                raise TransformError(
+                    f"{name}: expected values that {tensor.dtype} can hold, found larger ones after "
+                    f"{', '.join(acting)}; apply the transform to parameters in a wider type"
+                )
+        return moved
+
+    def move(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `apply` returns, without a look at whether the types of `params` can hold it."""
         wide: dict[tuple[str, ...], Tensor] = {}
         for block in self.spec.resolve(params).blocks:
             if not any(action.group.name in self.elements for action in block.actions):

@@ -62,6 +62,8 @@ def test_random_rotations_reflect_unless_proper() -> None:
         ("rope_planes", torch.tensor([1.0])),
         ("scale", torch.tensor([1.0, 0.0, 1.0])),
         ("scale", torch.tensor([1.0, torch.inf, 1.0])),
+        ("scale", torch.tensor([1.0, 1e-310, 1.0], dtype=torch.float64)),
+        ("centred_orthogonal", torch.diag(torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64))),
     ],
 )
 def test_what_is_no_member_is_refused(name: str, element: Tensor) -> None:
