@@ -19,8 +19,8 @@ class Alignment:
 
     `params` compute what the source computes; `transform.apply(source)` gives them. Distances are Euclidean, over
     all floating-point parameters that source and anchor share; `distance_after <= distance_before` always.
-    `identity_permutations` is the share of the permutations, over groups and layers, that turned out to be the
-    identity (1.0 where none was asked for).
+    `identity_permutations` is the share of the permutations asked for, over groups and layers that the model has, that
+    turned out to be the identity (1.0 where there is none).
     """
 
     params: dict[str, Tensor]
@@ -66,9 +66,7 @@ def align(
     check_options(strength, max_sweeps)
     if not (isinstance(anchor, Anchor) and anchor.spec == spec):
         anchor = Anchor(anchor, spec)
-    numbers = spec.select_layers(layers)
-    whole = len(numbers) == spec.num_layers
-    chosen = tuple(name for name in spec.select_groups(groups) if whole or spec.groups[name].layered)
+    numbers, chosen = _chosen(spec, groups, layers)
     resolution = spec.resolve(source)
     if _layout(resolution) != _layout(anchor.resolution):
         raise AlignmentError(
@@ -93,7 +91,7 @@ def align(
         transform = moved_by(kept)
         params = transform.move(source)
     before, after = _distances(problem, params)
-    return Alignment(params, transform, before, after, identity_share(transform, chosen))
+    return Alignment(params, transform, before, after, identity_share(transform, resolution, chosen, numbers))
 
 
 def check_options(strength: float, max_sweeps: int = 1) -> None:
@@ -104,17 +102,34 @@ def check_options(strength: float, max_sweeps: int = 1) -> None:
         raise AlignmentError(f"max_sweeps: expected a whole number, at least 1, found {max_sweeps!r}")
 
 
-def identity_share(transform: Transform, groups: Iterable[str]) -> float:
-    """The share of the chosen groups' permutations that are the identity."""
-    stacks = [
-        transform.elements[name].reshape(-1, transform.spec.groups[name].size)
-        for name in groups
-        if transform.spec.groups[name].kind_name == "permutation"
-    ]
+def identity_share(
+    transform: Transform,
+    resolution: Resolution,
+    groups: Iterable[str] | None = None,
+    layers: Iterable[int] | None = None,
+) -> float:
+    """The share of the permutations that `align` uses under these options, in a model laid out so, that do nothing."""
+    numbers, chosen = _chosen(transform.spec, groups, layers)
+    used = {
+        (action.group.name, block.layer if action.group.layered else ...)
+        for block in resolution.blocks
+        for action in block.actions
+        if action.group.kind_name == "permutation" and action.group.name in chosen and block.layer in (None, *numbers)
+    }
+    stacks = [transform.elements[name][layer].reshape(-1, transform.spec.groups[name].size) for name, layer in used]
     if not stacks:
         return 1.0
     hits = [(stack == torch.arange(stack.shape[-1], device=stack.device)).all(-1) for stack in stacks]
     return float(torch.cat(hits).double().mean())
+
+
+def _chosen(
+    spec: SymmetrySpec, groups: Iterable[str] | None, layers: Iterable[int] | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The layers and groups that the options of `align` choose."""
+    numbers = spec.select_layers(layers)
+    whole = len(numbers) == spec.num_layers
+    return numbers, tuple(name for name in spec.select_groups(groups) if whole or spec.groups[name].layered)
 
 
 def _layout(resolution: Resolution) -> list[object]:

@@ -76,14 +76,14 @@ def align_all(
         aligned = _align_to_consensus(models, spec, shares, options)
     elif anchor in ("progressive", "tree"):
         one_step = step or (lambda source, target, share: align(source, target, spec, **options))
-        aligned = _align_in_turn(models, spec, shares, one_step, anchor == "tree")
+        aligned = _align_in_turn(models, spec, shares, one_step, anchor == "tree", options)
     else:
         raise AlignmentError(f"anchor: expected one of {', '.join(ANCHORS)}, found {anchor!r}")
     if reference is None and anchor != "consensus":
         return aligned
     home = models[medoid(models, shares)] if reference is None else reference
     mean = weighted_mean([alignment.params for alignment in aligned], shares)
-    return _follow(models, aligned, align(mean, home, spec, **options).transform)
+    return _follow(models, aligned, align(mean, home, spec, **options).transform, options)
 
 
 def medoid(models: Iterable[Params], weights: Sequence[float] | None = None) -> int:
@@ -138,7 +138,12 @@ def _align_to_consensus(
 
 
 def _align_in_turn(
-    models: Sequence[Params], spec: SymmetrySpec, shares: Sequence[float], step: Step, tree: bool
+    models: Sequence[Params],
+    spec: SymmetrySpec,
+    shares: Sequence[float],
+    step: Step,
+    tree: bool,
+    options: Mapping[str, Any],
 ) -> list[Alignment]:
     """Join models two by two, the second moved to the first, until all are in one frame."""
     transforms = [identity_transform(spec) for _ in models]
@@ -165,7 +170,7 @@ def _align_in_turn(
         pairs = [join(left, right) for left, right in zip(joined[:ends:2], joined[1:ends:2], strict=True)]
         joined = [*pairs, *joined[ends:]]
     return [
-        Alignment(transform.apply(model), transform, *distance, identity_share(transform, spec.groups))
+        Alignment(transform.apply(model), transform, *distance, _identity_share(transform, model, options))
         for model, transform, distance in zip(models, transforms, distances, strict=True)
     ]
 
@@ -179,7 +184,9 @@ class _Joined:
     weight: float
 
 
-def _follow(models: Sequence[Params], aligned: Iterable[Alignment], transform: Transform) -> list[Alignment]:
+def _follow(
+    models: Sequence[Params], aligned: Iterable[Alignment], transform: Transform, options: Mapping[str, Any]
+) -> list[Alignment]:
     """The same alignments, all moved on by one more transform."""
     moved = []
     for model, alignment in zip(models, aligned, strict=True):
@@ -190,10 +197,15 @@ def _follow(models: Sequence[Params], aligned: Iterable[Alignment], transform: T
                 total,
                 alignment.distance_before,
                 alignment.distance_after,
-                alignment.identity_permutations,
+                _identity_share(total, model, options),
             )
         )
     return moved
+
+
+def _identity_share(transform: Transform, model: Params, options: Mapping[str, Any]) -> float:
+    resolution = transform.spec.resolve(model)
+    return identity_share(transform, resolution, options.get("groups"), options.get("layers"))
 
 
 def _spread(models: Sequence[Params], shares: Sequence[float]) -> float:
