@@ -23,6 +23,7 @@ from rotfed.solvers import (
     optimal_scale,
     orthogonal_procrustes,
     plane_procrustes,
+    proximal_weight,
 )
 from rotfed.spec import Action, Block, Group, Resolution, SymmetrySpec
 from rotfed.transform import act, to_work
@@ -32,6 +33,9 @@ Elements = dict[str, Tensor]
 
 # A gain in squared distance below this share of the squared norms is float64 rounding: keep the identity, to the bit.
 _NOISE = 1e-13
+
+# Sums of squares and their ratios stay finite up to here, and no float32 comes near.
+_LARGEST = 1e70
 
 # Sweeps over coupled groups end when one of them lowers the squared distance by less than this share of it.
 _SETTLED = 1e-12
@@ -45,7 +49,7 @@ class Anchor(Mapping[str, Tensor]):
         self.spec = spec
         self.resolution: Resolution = spec.resolve(params)
         check_finite(params, "anchor")
-        self._radii: dict[tuple[str, object], Tensor] = {}
+        self._radii: dict[object, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.params[name]
@@ -61,26 +65,28 @@ class Anchor(Mapping[str, Tensor]):
         """The anchor's blocks in float64, in the order of `resolution.blocks`."""
         return [to_work(block.read(self.params)) for block in self.resolution.blocks]
 
-    def radius(self, group: str, key: object, compute: Callable[[], Tensor]) -> Tensor:
-        """Certificate radii of one permutation, or of all of a group, computed once."""
-        if (group, key) not in self._radii:
-            self._radii[group, key] = compute()
-        return self._radii[group, key]
+    def radius(self, key: object, compute: Callable[[], Tensor]) -> Tensor:
+        """Certificate radii of one permutation, or of all of a group, computed once for all that they depend on."""
+        if key not in self._radii:
+            self._radii[key] = compute()
+        return self._radii[key]
 
 
 def check_finite(params: Params, role: str) -> None:
-    """Raise AlignmentError that names the first parameter with a value that is not finite."""
+    """Raise AlignmentError that names the first parameter with a value that is not finite, or that squares overflow."""
     for name, tensor in params.items():
         if tensor.is_meta:
             raise AlignmentError(f"{name}: expected values in the {role}, found a meta tensor; load the model first")
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or not tensor.numel():
             continue
-        # torch has no isfinite for the float8 types.
-        wide = tensor.float() if tensor.element_size() < 2 else tensor
-        if not bool(wide.isfinite().all()):
-            raise AlignmentError(
-                f"{name}: expected finite values in the {role}, found NaN or infinity; leave this model out"
+        # torch has no maximum for the float8 types.
+        largest = float((tensor.float() if tensor.element_size() < 2 else tensor).abs().amax())
+        if not largest <= _LARGEST:
+            finite = math.isfinite(largest)
+            expected, found = (
+                (f"values up to {_LARGEST:g}", f"{largest:.3g}") if finite else ("finite values", "NaN or infinity")
             )
+            raise AlignmentError(f"{name}: expected {expected} in the {role}, found {found}; leave this model out")
 
 
 @dataclass(frozen=True)
@@ -269,8 +275,8 @@ class Problem:
         for index, parts in units.items():
             source = torch.cat([part.source for part in parts], dim=-1)
             anchor = torch.cat([part.anchor for part in parts], dim=-1)
-            key = (index, signature)
-            radius = self.anchor.radius(group.name, key, lambda anchor=anchor: identity_radius(anchor))  # type: ignore[misc]
+            key = (group.name, index, signature, self.device)
+            radius = self.anchor.radius(key, lambda anchor=anchor: identity_radius(anchor))  # type: ignore[misc]
             if not any(part.scale for part in parts):
                 order[index] = linear_assignment(source, anchor, radius, self.strength)
             elif not bool(((source - anchor).square().sum(-1).sqrt() < radius).all()):
@@ -293,8 +299,9 @@ class Problem:
             return 0.5 * apart.amin(-1).clamp_min(0).sqrt()
 
         in_place = self._turned_distances(group, outer, turns, pieces, range(1)).diagonal(dim1=-2, dim2=-1)
-        # The triangle inequality between orbits: as in `identity_radius`.
-        if bool((in_place.sqrt() < self.anchor.radius(group.name, _signature(pieces), anchor_radii)).all()):
+        # The triangle inequality between orbits, which depend on what turns: as in `identity_radius`.
+        radii = self.anchor.radius((group.name, *turns, _signature(pieces), self.device), anchor_radii)
+        if bool((in_place.sqrt() < radii).all()):
             return self.identity(group.name)
         apart = self._turned_distances(group, outer, turns + scales, pieces, range(group.size))
         order = [assign(-matrix / 2, self.strength) for matrix in apart.reshape(-1, group.size, group.size)]
@@ -362,8 +369,8 @@ class Problem:
         if self.proper:
             return ones
         norm2, inner = self._scale_moments(ones, pairs)
-        # (1 - w) / w of the identity's own gain is the proximal pull, as for a rotation.
-        pull = (1 - self.strength) / self.strength * norm2.sum(0)
+        # The proximal pull is in units of the identity's own gain, as for a rotation.
+        pull = proximal_weight(self.strength) * norm2.sum(0)
         return torch.where(inner.sum(0) + pull < -_NOISE * norm2.sum(0), -ones, ones)
 
     def _scale_moments(self, like: Tensor, pairs: list[_Pair]) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,9 @@ from torch import Tensor
 _NULL_SPACE_PULL = 1e-11
 
 
-def _proximal_weight(strength: float) -> float:
-    return (1.0 - strength) / strength
+def proximal_weight(strength: float) -> float:
+    """The weight (1 - strength) / strength of the pull to the identity; 1e15 already leaves nothing else in float64."""
+    return (1.0 - strength) / max(strength, 1e-15)
 
 
 def orthogonal_procrustes(cross: Tensor, proper: bool = False, strength: float = 1.0) -> Tensor:
@@ -31,7 +32,7 @@ def orthogonal_procrustes(cross: Tensor, proper: bool = False, strength: float =
     cross = cross.double()
     identity = torch.eye(cross.shape[-1], dtype=torch.float64, device=cross.device)
     mean_singular = torch.linalg.matrix_norm(cross, ord="nuc", keepdim=True) / cross.shape[-1]
-    pull = _proximal_weight(strength) + _NULL_SPACE_PULL
+    pull = proximal_weight(strength) + _NULL_SPACE_PULL
     # A zero moment carries no information at all: any positive pull then gives the identity.
     pull_weight = torch.where(mean_singular > 0, pull * mean_singular, torch.ones_like(mean_singular))
     u, _, vt = torch.linalg.svd(cross + pull_weight * identity)
@@ -51,7 +52,7 @@ def plane_procrustes(cross: Tensor, strength: float = 1.0) -> Tensor:
     cross = cross.double()
     even = cross[..., 0, 0] + cross[..., 1, 1]
     odd = cross[..., 1, 0] - cross[..., 0, 1]
-    pull = _proximal_weight(strength) + _NULL_SPACE_PULL
+    pull = proximal_weight(strength) + _NULL_SPACE_PULL
     return torch.atan2(odd, even + pull * torch.hypot(even, odd))
 
 
@@ -94,7 +95,7 @@ def assign(gain: Tensor, strength: float = 1.0) -> Tensor:
     """Solve max_p sum_i gain[i, p[i]] over permutations p, for `gain` of shape `(n, n)`. Returns p, `(n,)`, int64."""
     identity = torch.arange(gain.shape[0], device=gain.device)
     largest = gain.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
-    pull = (_proximal_weight(strength) + _NULL_SPACE_PULL) * largest
+    pull = (proximal_weight(strength) + _NULL_SPACE_PULL) * largest
     gain = gain + pull * torch.eye(gain.shape[0], dtype=torch.float64, device=gain.device)
     if torch.equal(gain.argmax(0), identity):
         # Each source unit gains most at its own place, so no permutation gains more.
@@ -124,7 +125,7 @@ def optimal_scale(
         direct_norm2.double(), direct_inner.double(), dual_norm2.double(), dual_inner.double()
     )
     # The pull is a pseudo-observation of size one weight: both sides see an identity source and anchor.
-    pull = _proximal_weight(strength) * (norm2 + dual2) / 2
+    pull = proximal_weight(strength) * (norm2 + dual2) / 2
     norm2, inner, dual2, dual = norm2 + pull, inner + pull, dual2 + pull, dual + pull
 
     solvable = norm2 > 0
