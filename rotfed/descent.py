@@ -225,10 +225,10 @@ class Problem:
         known = {name: self.identity(name) for name in rest}
         for position, name in enumerate(permutations):
             open_ones = permutations[position:]
-            # What turns a query head of a shared key is known from the key, which the query heads do not touch; what
-            # turns the residual stream from embeddings and head.
-            free = [piece for piece in pieces if not piece.touched_by(open_ones)]
-            for other in reversed(rest):
+            # What turns the residual stream is known from embeddings and head, which nothing else touches; what turns
+            # a query head of a shared key from the key, which the query heads do not touch.
+            for number, other in reversed(list(enumerate(rest))):
+                free = [piece for piece in pieces if not piece.touched_by([*open_ones, *rest[:number]])]
                 known[other] = self._solve_group(other, known, free)
             own = [p for p in pieces if p.touched_by([name]) and not p.touched_by(open_ones[1:])]
             known[name] = self._pair_one(self.spec.groups[name], known, rest, own)

@@ -70,6 +70,15 @@ def test_alignment_recovers_a_moved_model(case: str, generator: torch.Generator)
     assert_recovers(one.inverse().apply(one.apply(folded)), folded, 1e-12)
 
 
+def test_narrow_models_in_any_two_frames_meet() -> None:
+    _, spec, theta = built("vit")
+    folded = fold_norms(theta, spec)
+    frames = [rotfed.random_transform(spec, torch.Generator().manual_seed(seed)) for seed in (2, 1, 3, 6)]
+    first, *others = [frame.apply(folded) for frame in frames]
+    for other in others:
+        assert_recovers(rotfed.align(other, first, spec).params, first)
+
+
 @every_case
 def test_permutations_of_the_stream_need_no_folding(case: str, generator: torch.Generator) -> None:
     model, _, theta = built(case)
