@@ -80,7 +80,7 @@ def check_finite(params: Params, role: str) -> None:
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         # torch has no maximum for the float8 types.
-        largest = float((tensor.float() if tensor.element_size() < 2 else tensor).abs().amax())
+        largest = float((tensor.float() if tensor.element_size() < 2 else tensor).detach().abs().amax())
         if not largest <= _LARGEST:
             finite = math.isfinite(largest)
             expected, found = (
