@@ -10,7 +10,7 @@ from torch import Tensor
 from rotfed.descent import Anchor, Params, Problem, check_finite
 from rotfed.errors import AlignmentError
 from rotfed.spec import Resolution, SymmetrySpec
-from rotfed.transform import Transform, to_work
+from rotfed.transform import Transform, identity_transform, to_work
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,8 @@ def identity_share(
         for action in block.actions
         if action.group.kind_name == "permutation" and action.group.name in chosen and block.layer in (None, *numbers)
     }
-    stacks = [transform.elements[name][layer].reshape(-1, transform.spec.groups[name].size) for name, layer in used]
+    elements = {**identity_transform(transform.spec).elements, **transform.elements}
+    stacks = [elements[name][layer].reshape(-1, transform.spec.groups[name].size) for name, layer in used]
     if not stacks:
         return 1.0
     hits = [(stack == torch.arange(stack.shape[-1], device=stack.device)).all(-1) for stack in stacks]

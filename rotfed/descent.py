@@ -25,7 +25,7 @@ from rotfed.solvers import (
     plane_procrustes,
     proximal_weight,
 )
-from rotfed.spec import Action, Block, Group, Resolution, SymmetrySpec
+from rotfed.spec import Action, Block, Group, Resolution, SymmetrySpec, check_is_spec
 from rotfed.transform import act, to_work
 
 Params = Mapping[str, Tensor]
@@ -45,6 +45,7 @@ class Anchor(Mapping[str, Tensor]):
     """Parameters to align to, with what many alignments to them share: float64 blocks and certificate radii."""
 
     def __init__(self, params: Params, spec: SymmetrySpec) -> None:
+        check_is_spec(spec)
         self.params = params
         self.spec = spec
         self.resolution: Resolution = spec.resolve(params)

@@ -24,7 +24,7 @@ from rotfed.align import Alignment, align, identity_share
 from rotfed.descent import Params, check_finite
 from rotfed.errors import AlignmentError
 from rotfed.mergers import normalised_weights, weighted_mean
-from rotfed.spec import Block, Group, SymmetrySpec
+from rotfed.spec import Block, Group, SymmetrySpec, check_is_spec
 from rotfed.transform import Transform, act, identity_transform, to_work
 
 Batch = Mapping[str, Tensor]
@@ -111,6 +111,7 @@ class LearnedAlignment:
         weights: Sequence[float] | None = None,
         groups: Iterable[str] | None = None,
     ) -> None:
+        check_is_spec(spec)
         shares = normalised_weights(len(models), weights)
         if len(models) < 2 or min(shares) == 0:
             raise AlignmentError(
@@ -330,9 +331,8 @@ def refine(
         if len(losses) % patience and _mean_loss(learned, loss, compared) < lowest:
             best = learned.transforms()[0]
     params = best.apply(source)
-    shown = spec.select_groups(groups)
     before, after = _distance(source, anchor), _distance(params, anchor)
-    alignment = Alignment(params, best, before, after, identity_share(best, shown))
+    alignment = Alignment(params, best, before, after, identity_share(best, spec.resolve(source), chosen))
     return Refinement(alignment, losses, len(losses), time.perf_counter() - begin)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotfed.axes import parts
 from rotfed.errors import SpecError
-from rotfed.spec import Entry, Residual, SymmetrySpec, shared_values
+from rotfed.spec import Entry, Residual, SymmetrySpec, check_is_spec, shared_values
 from rotfed.transform import to_work
 
 GROUP, SIGN = "residual", "residual_sign"
@@ -70,6 +70,7 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     mutated. Raises SpecError where a layer that reads a norm has no bias to take up the norm's, or where parameters
     that share their values would no longer.
     """
+    check_is_spec(spec)
     if spec.residual is None:
         raise SpecError("fold_norms: expected a spec with the residual stream; load it with residual=True")
     resolution = spec.resolve(params, folded=False)
