@@ -33,10 +33,11 @@ from flwr.serverapp.strategy import (
 from torch import Tensor
 
 import rotfed
+from rotfed.checks import example_inputs
 from rotfed.errors import AlignmentError, RecordError
 from rotfed.flower import AlignedStrategy, RotFedAvg, align_mod, to_record, to_state_dict
 from simulations.grid import InProcessGrid
-from tests.models import EXAMPLES
+from tests.models import EXAMPLES, change_of_function
 
 CLIENTS = 7
 MODEL = EXAMPLES["vit"].model()
@@ -387,12 +388,51 @@ def test_mod_works_in_the_legacy_layout_with_names() -> None:
     assert "pass names=list(model.state_dict())" in refused.error.reason
 
 
-def legacy_message() -> Message:
+def legacy_message(params: Mapping[str, Tensor] = THETA, node: int = 101) -> Message:
     from flwr.common import FitIns, ndarrays_to_parameters
     from flwr.compat.common.recorddict_compat import fitins_to_recorddict
 
-    ins = FitIns(ndarrays_to_parameters([t.numpy() for t in THETA.values()]), {})
-    return Message(fitins_to_recorddict(ins, keep_input=True), dst_node_id=101, message_type="train")
+    ins = FitIns(ndarrays_to_parameters([t.numpy() for t in params.values()]), {})
+    return Message(fitins_to_recorddict(ins, keep_input=True), dst_node_id=node, message_type="train")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_mod_lets_models_trained_apart_leave_folded_and_in_the_frame_received(legacy: bool) -> None:
+    model = EXAMPLES["vit"].model("AutoModelForImageClassification")
+    spec, received = rotfed.load_spec(model, residual=True), dict(model.state_dict())
+    target = rotfed.fold_norms(received, spec)
+    own = [dict(EXAMPLES["vit"].model("AutoModelForImageClassification", seed=seed).state_dict()) for seed in (1, 2)]
+    own.append(rotfed.random_transform(spec, torch.Generator().manual_seed(0)).apply(target))
+
+    class Client(NumPyClient):  # type: ignore[misc]
+        def __init__(self, partition: int) -> None:
+            self.partition = partition
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [tensor.numpy() for tensor in own[self.partition].values()], 10, {}
+
+    mods = [align_mod(spec, names=list(received), own_models=True)]
+    if legacy:
+        app = ClientApp(lambda context: Client(int(context.node_config["partition-id"])).to_client(), mods=mods)
+        sent = [legacy_message(received, 101 + partition) for partition in range(3)]
+    else:
+        app = client_app(lambda m, p: reply_to(m, own[p]), mods)
+        sent = [Message(RecordDict({"arrays": to_record(received)}), 101 + p, "train") for p in range(3)]
+    replies = [next(iter(r.content.array_records.values())) for r in InProcessGrid(app, 3).send_and_receive(sent)]
+    left = [
+        {name: torch.from_numpy(array.numpy()) for name, array in zip(received, record.values(), strict=True)}
+        for record in replies
+    ]
+    inputs = example_inputs(model, torch.Generator().manual_seed(0))
+    for mine, aligned in zip(own, left, strict=True):
+        assert change_of_function(model, mine, aligned, inputs) < 1e-4
+        spec.resolve(aligned)
+        assert relative_distance(aligned, target) < relative_distance(rotfed.fold_norms(mine, spec), target)
+    assert relative_distance(left[2], target) < 1e-5
+    merged = rotfed.merge(own, spec, anchor=received)
+    assert relative_distance(rotfed.weighted_mean(left), merged) < 1e-5
+    with pytest.raises(rotfed.SpecError, match="own_models=True"):
+        align_mod(spec)
 
 
 def test_mod_refuses_what_it_cannot_align() -> None:

@@ -1,6 +1,6 @@
 """Alignment on the client: a mod that lets nothing but an aligned model leave."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, Context, Message
@@ -11,6 +11,7 @@ from rotfed.align import align, check_options
 from rotfed.errors import RecordError, SpecError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import match_params
+from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec
 
 # The records in which Flower's legacy API (NumPyClient, SecAgg+) carries what it sends out and gets back.
@@ -22,8 +23,14 @@ def refuse_folding(spec: SymmetrySpec) -> None:
     if spec.residual is not None and spec.residual.folded:
         raise SpecError(
             "spec: expected one that works on models as they are trained, found one that rotates the residual stream, "
-            "for which norms have to be folded; load it with residual='permutation' or without, or use rotfed.merge"
+            "for which norms have to be folded; load it with residual='permutation' or without, or, for models trained "
+            "apart, use MultiPartyStart, align_mod(spec, own_models=True) or rotfed.merge"
         )
+
+
+def folded(params: Mapping[str, Tensor], spec: SymmetrySpec) -> Mapping[str, Tensor]:
+    """Parameters as `spec` needs them: with folded norms where it has the residual stream."""
+    return fold_norms(params, spec) if spec.residual else params
 
 
 def align_mod(
@@ -34,18 +41,23 @@ def align_mod(
     strength: float = 1.0,
     max_sweeps: int = 20,
     names: Sequence[str] | None = None,
+    own_models: bool = False,
 ) -> Mod:
     """A client mod that aligns the trained model to the one received, before anything else sees it.
 
     Parameters: `spec` and the options of `rotfed.align`; `names`, the parameters' names in order, needed only for the
-    legacy API (NumPyClient), which sends arrays without names: `list(model.state_dict())`.
+    legacy API (NumPyClient), which sends arrays without names: `list(model.state_dict())`; `own_models`, for rounds in
+    which clients answer with models that they trained apart, in place of what was sent. It allows a spec with the
+    residual stream: both models are then folded (`rotfed.fold_norms`), and what leaves is folded, too, so that the mean
+    is `rotfed.merge(models, spec, anchor=received)`.
 
     Works with plain messages and, in the legacy layout, under secure aggregation. The first mod listed is outermost, so
     it comes last: `mods=[fixedclipping_mod, align_mod(spec)]`, `[LocalDpMod(...), align_mod(spec)]`,
     `[secaggplus_mod, align_mod(spec, names=...)]`. Raises a RotfedError inside the client, which reaches the server as
     that client's error, where the trained model cannot be aligned.
     """
-    refuse_folding(spec)
+    if not own_models:
+        refuse_folding(spec)
     check_options(strength, max_sweeps)
     options: dict[str, Any] = {
         "groups": spec.select_groups(groups),
@@ -64,8 +76,8 @@ def align_mod(
         if reply.has_error():
             return reply
         key, returned = _only_record(reply, "reply")
-        trained = match_params(_named(returned, names), received)
-        aligned = to_record(align(trained, received, spec, **options).params)
+        trained = folded(match_params(_named(returned, names), received), spec)
+        aligned = to_record(align(trained, folded(received, spec), spec, **options).params)
         if _is_legacy(returned):
             aligned = ArrayRecord({str(i): array for i, array in enumerate(aligned.values())})
         reply.content[key] = aligned

@@ -120,18 +120,21 @@ def match_params(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     that are not finite.
     """
     if unknown := [name for name in found if name not in expected]:
-        raise RecordError(f"{unknown[0]}: not a parameter of the model that was sent out; send back its names only")
+        raise RecordError(f"{unknown[0]}: not a parameter of the common model; send its names only")
     matched = {}
     for name, like in expected.items():
         if name not in found:
-            raise RecordError(f"{name}: expected in the reply, not found; send back every parameter of the model")
+            raise RecordError(f"{name}: expected in the reply, not found; send every parameter of the common model")
         tensor = found[name]
         if tensor.shape != like.shape:
             raise RecordError(
-                f"{name}: expected shape {tuple(like.shape)} as sent out, found {tuple(tensor.shape)}; send it so"
+                f"{name}: expected shape {tuple(like.shape)} as in the common model, found {tuple(tensor.shape)}; "
+                "send a model of the same architecture"
             )
         if tensor.is_floating_point() != like.is_floating_point() or tensor.is_complex():
-            raise RecordError(f"{name}: expected {like.dtype} as sent out, found {tensor.dtype}; send it as it came")
+            raise RecordError(
+                f"{name}: expected {like.dtype} as in the common model, found {tensor.dtype}; send it in that type"
+            )
         matched[name] = tensor.to(like.dtype)
     check_finite(matched, "reply")
     return matched
