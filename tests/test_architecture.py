@@ -19,7 +19,8 @@ LAYERS = [
     {"flower.records"},
     {"flower.replies"},
     {"flower.mods"},
-    {"flower.strategy"},
+    {"flower.party", "flower.strategy"},
+    {"flower.multi_party"},
     {"__init__", "flower.__init__"},
     {"cli"},
 ]

@@ -1,6 +1,8 @@
-"""rotfed inside Flower: a strategy for servers, a mod for clients, and the codec between them."""
+"""rotfed inside Flower: a strategy and a start for servers, a mod and a party for clients, and the codec between."""
 
 from rotfed.flower.mods import align_mod
+from rotfed.flower.multi_party import MultiPartyStart, StartReport
+from rotfed.flower.party import register_party
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.reports import ClientReport, RoundReport
 from rotfed.flower.strategy import AlignedStrategy, RotFedAvg
@@ -8,9 +10,12 @@ from rotfed.flower.strategy import AlignedStrategy, RotFedAvg
 __all__ = [
     "AlignedStrategy",
     "ClientReport",
+    "MultiPartyStart",
     "RotFedAvg",
     "RoundReport",
+    "StartReport",
     "align_mod",
+    "register_party",
     "to_record",
     "to_state_dict",
 ]

@@ -1,0 +1,455 @@
+"""One start out of several parties' own models, for the ordinary rounds of any Flower strategy."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from torch import Tensor
+
+from rotfed.align import Alignment, align, check_options
+from rotfed.anchors import align_all
+from rotfed.descent import Params, check_finite
+from rotfed.errors import AlignmentError, RecordError, RotfedError, SpecError
+from rotfed.flower.mods import folded
+from rotfed.flower.party import ALIGN, DESCEND, FIGURES, PAIR, SUBMIT, UNMOVED, WEIGHT, figures, paired, write_options
+from rotfed.flower.records import to_record, to_state_dict
+from rotfed.flower.replies import Received, Usable, match_params, read_weight, sort_replies
+from rotfed.flower.reports import ClientReport
+from rotfed.mergers import weighted_mean
+from rotfed.spec import SymmetrySpec
+
+START_ANCHORS = ("progressive", "tree", "medoid", "consensus")
+IN_TURN = ("progressive", "tree")
+LEARNED = ("own", "together")
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """A multi-party start: the parties that were merged, with their last move, and what went wrong.
+
+    `skipped` names the nodes that are not in the result, `data_free` those whose model was merged by its weights
+    alone because their part in learning failed, both with the reason. `messages` were sent.
+    """
+
+    anchor: str
+    learned: str | None
+    parties: tuple[ClientReport, ...]
+    skipped: dict[int, str] = field(default_factory=dict)
+    data_free: dict[int, str] = field(default_factory=dict)
+    messages: int = 0
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data for a JSON file."""
+        found = asdict(self)
+        named = {key: {str(node): why for node, why in found[key].items()} for key in ("skipped", "data_free")}
+        return {**found, **named}
+
+
+class MultiPartyStart:
+    """Make one model of several parties' own, to start any strategy from.
+
+        start = MultiPartyStart(rotfed.load_spec(model, residual=True), anchor="progressive", learned="own")
+        strategy.start(grid, initial_arrays=start.run(grid), ...)
+
+    Parameters
+    ----------
+    spec
+        The bound spec of the parties' models. With the residual stream models are folded first, and so is the result
+        (`rotfed.fold_norms`); training unfolds it again, so an aligned strategy for the rounds after takes a spec
+        without.
+    anchor
+        `"progressive"`, `"tree"`, `"medoid"` or `"consensus"`, as in `rotfed.align_all`.
+    learned
+        None: the weights alone decide. `"own"`: each step of `"progressive"` and `"tree"` is one message to one
+        party, which moves its own model, or the mean of a group in which it has most examples, on its own data.
+        `"together"`: each step's alignment is trained by all parties, whose parameters alone travel and are averaged
+        by Flower's FedAvg for `rounds` rounds, while the pair of models stays put with every party; so every party gets
+        to see both.
+    submit
+        Whether parties hand in their models as they are. Without, `"progressive"` only, each party in turn gets the
+        mean so far and answers with its own model in that mean's frame; the first one's own frame, folded, is the
+        common one unless there is a `reference`. This keeps a party's frame to itself, not what its model computes.
+    reference
+        Parameters of a model in whose frame the result is expressed; it lends its frame and shapes only.
+    min_parties, min_available_nodes
+        How many usable models there must be, and how many nodes to wait for before all that are connected are asked.
+    groups, layers, proper, strength, max_sweeps
+        As in `rotfed.align`, wherever the weights alone decide.
+
+    A party that is lost, fails, or sends what cannot be used is skipped and named. Where it is lost in its step but has
+    handed in its model, that is merged by its weights alone. `report` holds what happened in the last run.
+    """
+
+    def __init__(
+        self,
+        spec: SymmetrySpec,
+        anchor: str = "progressive",
+        learned: str | None = None,
+        submit: bool = True,
+        reference: Params | None = None,
+        rounds: int = 10,
+        min_parties: int = 2,
+        min_available_nodes: int = 2,
+        groups: Iterable[str] | None = None,
+        layers: Iterable[int] | None = None,
+        proper: bool = False,
+        strength: float = 1.0,
+        max_sweeps: int = 20,
+    ) -> None:
+        if not isinstance(spec, SymmetrySpec):
+            raise SpecError(f"spec: expected what rotfed.load_spec returns, found {type(spec).__name__}")
+        if anchor not in START_ANCHORS:
+            raise AlignmentError(f"anchor: expected one of {', '.join(START_ANCHORS)}, found {anchor!r}")
+        if learned not in (None, *LEARNED):
+            raise AlignmentError(f"learned: expected None or one of {', '.join(LEARNED)}, found {learned!r}")
+        if learned and anchor not in IN_TURN:
+            raise AlignmentError(f"anchor: expected one of {', '.join(IN_TURN)} for a learned start, found {anchor!r}")
+        if not submit and anchor != "progressive":
+            raise AlignmentError(f"anchor: expected 'progressive' where no model is submitted, found {anchor!r}")
+        for name, value in (("rounds", rounds), ("min_parties", min_parties)):
+            if not isinstance(value, int) or value < 1:
+                raise AlignmentError(f"{name}: expected a whole number, at least 1, found {value!r}")
+        check_options(strength, max_sweeps)
+        self.spec = spec
+        self.anchor = anchor
+        self.learned = learned
+        self.submit = submit
+        self.reference = None if reference is None else folded(reference, spec)
+        self.rounds = rounds
+        self.min_parties = min_parties
+        self.min_available_nodes = max(min_parties, min_available_nodes)
+        self.options: dict[str, Any] = {
+            "groups": spec.select_groups(groups),
+            "layers": spec.select_layers(layers),
+            "proper": proper,
+            "strength": strength,
+            "max_sweeps": max_sweeps,
+        }
+        self.report: StartReport | None = None
+
+    def run(self, grid: Grid, timeout: float = 3600.0, config: ConfigRecord | None = None) -> ArrayRecord:
+        """Ask every connected node for its part and return the merged model, in the types of the parties' models.
+
+        Parameters: `timeout`, the seconds to wait for nodes to connect, and for the replies to each batch of messages;
+        `config`, what to send to the parties with every message, for their own mods. Raises AlignmentError, naming who
+        was left out and why, where fewer than `min_parties` usable models remain.
+        """
+        started = time.perf_counter()
+        log(INFO, "Starting from several parties' models: anchor '%s', learned %s", self.anchor, self.learned)
+        run = _Run(self, grid, timeout, config or ConfigRecord())
+        try:
+            merged = run.submitted() if self.submit else run.unsubmitted()
+        finally:
+            self.report = StartReport(
+                self.anchor,
+                self.learned,
+                tuple(run.reports.values()),
+                run.skipped,
+                run.data_free,
+                run.messages,
+                time.perf_counter() - started,
+            )
+        log(
+            INFO,
+            "MultiPartyStart: merged %d models with %d messages in %.2f s, %d nodes left out",
+            len(run.reports),
+            run.messages,
+            self.report.seconds,
+            len(run.skipped),
+        )
+        return to_record(merged)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Some of the parties' models in one frame: the weight of each, by node, and their mean."""
+
+    weights: Mapping[int, float]
+    mean: Params
+
+    @property
+    def weight(self) -> float:
+        """The weight of all."""
+        return sum(self.weights.values())
+
+    @property
+    def mover(self) -> int:
+        """The node with most examples, which moves the mean of all; the first of equals."""
+        return max(self.weights, key=lambda node: self.weights[node])
+
+    def share_beside(self, other: "_Joined") -> float:
+        """This group's share in the mean with another one."""
+        return self.weight / (self.weight + other.weight)
+
+    def with_moved(self, other: "_Joined", moved: Params) -> "_Joined":
+        """This group and another one whose mean has been moved to this one's."""
+        share = other.share_beside(self)
+        return _Joined({**self.weights, **other.weights}, weighted_mean([self.mean, moved], [1 - share, share]))
+
+
+class _Run:
+    """One run of a start: what goes over the wire, and what is remembered of it."""
+
+    def __init__(self, start: MultiPartyStart, grid: Grid, timeout: float, config: ConfigRecord) -> None:
+        self.start = start
+        self.spec = start.spec
+        self.grid = grid
+        self.timeout = timeout
+        self.config = config
+        # Names, shapes and types of the parties' models, once known.
+        self.like: Params | None = start.reference
+        self.reports: dict[int, ClientReport] = {}
+        self.skipped: dict[int, str] = {}
+        self.data_free: dict[int, str] = {}
+        self.messages = 0
+
+    # --- the two orders of events ------------------------------------------------------------------------------------
+
+    def submitted(self) -> Params:
+        """Collect every party's model, then bring all into one frame."""
+        joined = self._collect()
+        self._check_count(len(joined))
+        reference = self.start.reference
+        if self.start.learned is None:
+            weights = [party.weight for party in joined]
+            models = [party.mean for party in joined]
+            aligned = align_all(models, self.spec, self.start.anchor, weights, reference, **self.start.options)
+            for party, alignment in zip(joined, aligned, strict=True):
+                self._note(party.weights, figures(alignment))
+            return weighted_mean([alignment.params for alignment in aligned], weights)
+        self._note(joined[0].weights, UNMOVED)
+        while len(joined) > 1:
+            ends = len(joined) - len(joined) % 2 if self.start.anchor == "tree" else 2
+            pairs = list(zip(joined[:ends:2], joined[1:ends:2], strict=True))
+            joined = [*self._join(pairs), *joined[ends:]]
+        merged = joined[0].mean
+        return merged if reference is None else self._nearest(merged, reference).params
+
+    def unsubmitted(self) -> Params:
+        """Send the mean so far to one party after another; each answers with its own model in that frame."""
+        joined: _Joined | None = None
+        for node in self._connected():
+            anchor, weight = (self.start.reference, 0.0) if joined is None else (joined.mean, joined.weight)
+            moved, failed = self._step([self._instruction(node, anchor, weight)])
+            self._skip(failed)
+            if node not in moved:
+                continue
+            party, figured = moved[node]
+            self._note((node,), figured)
+            if joined is None:
+                self.like, joined = self.like or party.mean, party
+            else:
+                together = self.start.learned == "together"
+                params = self._together(joined, party, party.mean) if together else party.mean
+                joined = joined.with_moved(party, params)
+        self._check_count(len(joined.weights) if joined else 0)
+        assert joined is not None
+        return joined.mean
+
+    def _join(self, pairs: Sequence[tuple[_Joined, _Joined]]) -> list[_Joined]:
+        """Move the second of each pair to the first, and average; the pairs' messages go out at once."""
+        together = self.start.learned == "together"
+        instructions = [
+            self._instruction(right.mover, left.mean, left.weight, right if len(right.weights) > 1 else None)
+            for left, right in pairs
+            if not together
+        ]
+        moved, failed = self._step(instructions) if instructions else ({}, {})
+        met = []
+        for left, right in pairs:
+            if right.mover in moved:
+                params, figured = moved[right.mover][0].mean, moved[right.mover][1]
+            else:
+                near = self._nearest(right.mean, left.mean)
+                params, figured = near.params, figures(near)
+                if together:
+                    params = self._together(left, right, params)
+                else:
+                    self._merge_data_free(right.mover, failed[right.mover])
+            self._note(right.weights, figured)
+            met.append(left.with_moved(right, params))
+        return met
+
+    # --- what goes over the wire -------------------------------------------------------------------------------------
+
+    def _connected(self) -> list[int]:
+        """The connected nodes, once there are enough of them or the timeout has passed."""
+        deadline = time.monotonic() + self.timeout
+        while len(nodes := sorted(self.grid.get_node_ids())) < self.start.min_available_nodes:
+            if time.monotonic() > deadline:
+                break
+            log(INFO, "Waiting for nodes to connect: %d of %d.", len(nodes), self.start.min_available_nodes)
+            time.sleep(min(1.0, self.timeout))
+        return nodes
+
+    def _config(self, **entries: Any) -> ConfigRecord:
+        return ConfigRecord({**self.config, **entries})
+
+    def _ask(self, messages: Sequence[Message], like: Params | None = None) -> Received:
+        self.messages += len(messages)
+        replies = self.grid.send_and_receive(messages, timeout=self.timeout)
+        return sort_replies(replies, messages, WEIGHT, like)
+
+    def _collect(self) -> list[_Joined]:
+        """The usable models that the parties hand in, folded, alike in names, shapes and types."""
+        received = self._ask(
+            [Message(RecordDict({"config": self._config()}), node, SUBMIT) for node in self._connected()]
+        )
+        self._skip(received.refused)
+        models: list[tuple[Usable, Params]] = []
+        for entry in received.usable:
+            try:
+                models.append((entry, self._read(entry)))
+            except RotfedError as error:
+                self._skip({entry.node_id: str(error)})
+        if self.like is None:
+            self.like = _usual([params for _, params in models])
+        parties = []
+        for entry, params in models:
+            try:
+                parties.append(_Joined({entry.node_id: entry.weight}, match_params(params, self.like)))
+            except RotfedError as error:
+                self._skip({entry.node_id: str(error)})
+        return parties
+
+    def _read(self, entry: Usable) -> Params:
+        """The model of a reply that nothing tells the shape of but the spec."""
+        records = list(entry.reply.content.array_records.values())
+        if len(records) != 1:
+            raise RecordError(f"arrays: expected one ArrayRecord, found {len(records)}; send the model as one record")
+        if entry.weight == 0:
+            raise RecordError(f"{WEIGHT}: expected more than zero, found zero; a model without weight changes nothing")
+        params = to_state_dict(records[0])
+        records[0].clear()
+        self.spec.resolve(params, folded=False)
+        check_finite(params, "party's model")
+        return folded(params, self.spec)
+
+    def _instruction(
+        self, node: int, anchor: Params | None, anchor_weight: float, source: _Joined | None = None
+    ) -> Message:
+        """Ask a party to move a source, by default its own model, to an anchor."""
+        options = write_options(self.start.options)
+        refine = self.start.learned == "own"
+        config = self._config(**{"anchor-weight": float(anchor_weight), "refine": refine, **options})
+        content = RecordDict({"config": config})
+        if anchor is not None:
+            content["anchor"] = to_record(anchor)
+        if source is not None:
+            content["source"] = to_record(source.mean)
+            config["source-weight"] = float(source.weight)
+        return Message(content, node, ALIGN)
+
+    def _step(
+        self, instructions: Sequence[Message]
+    ) -> tuple[dict[int, tuple[_Joined, dict[str, float]]], dict[int, str]]:
+        """What the parties of a step moved, with its figures, and why others did not, by node."""
+        received = self._ask(instructions, self.like)
+        failed = dict(received.refused)
+        moved = {}
+        for entry in received.usable:
+            try:
+                params = self._read(entry) if self.like is None else entry.params
+                self.spec.resolve(params)
+                figured = {key: read_weight(entry.reply, key) for key in FIGURES}
+                moved[entry.node_id] = _Joined({entry.node_id: entry.weight}, params), figured
+            except RotfedError as error:
+                failed[entry.node_id] = str(error)
+        return moved, failed
+
+    def _together(self, left: _Joined, right: _Joined, near: Params) -> Params:
+        """Train the alignment of `near`, the second group's mean in the first one's frame, with all parties."""
+        share = right.share_beside(left)
+        models = {"anchor": to_record(left.mean), "source": to_record(near)}
+        nodes = [node for node in self.grid.get_node_ids() if node not in self.skipped]
+        pairs = [Message(RecordDict({"config": self._config(share=share), **models}), node, PAIR) for node in nodes]
+        kept = [entry.node_id for entry in self._ask(pairs).usable]
+        alignment = paired(self.spec, near, left.mean, share)
+        if kept:
+            training, initial = _Descent(alignment.parameters, kept), to_record(alignment.parameters)
+            config = self._config(rounds=self.start.rounds)
+            learned = training.start(self.grid, initial, self.start.rounds, self.timeout, config).arrays
+            self.messages += training.messages
+            if learned:
+                alignment.load(to_state_dict(learned))
+                return alignment.transform().apply(near)
+        for node in right.weights:
+            self._merge_data_free(node, "no party returned parameters of the alignment that could be used")
+        return near
+
+    # --- what is remembered ------------------------------------------------------------------------------------------
+
+    def _nearest(self, source: Params, anchor: Params) -> Alignment:
+        return align(source, anchor, self.spec, **self.start.options)
+
+    def _note(self, members: Iterable[int], figured: Mapping[str, float]) -> None:
+        for node in members:
+            self.reports[node] = ClientReport(node, *(figured[key] for key in FIGURES))
+
+    def _skip(self, refused: Mapping[int, str]) -> None:
+        for node, reason in refused.items():
+            log(WARNING, "MultiPartyStart: node %d skipped: %s", node, reason)
+            self.skipped[node] = reason
+
+    def _merge_data_free(self, node: int, reason: str) -> None:
+        log(WARNING, "MultiPartyStart: node %d merged by its weights alone: %s", node, reason)
+        self.data_free[node] = reason
+
+    def _check_count(self, found: int) -> None:
+        if found < self.start.min_parties:
+            # An exception in a client comes with its traceback.
+            last = {node: (reason.strip().splitlines() or [""])[-1] for node, reason in self.skipped.items()}
+            why = "".join(f"; node {node}: {reason}" for node, reason in last.items())
+            raise AlignmentError(
+                f"parties: expected at least {self.start.min_parties} usable models, found {found}{why}"
+            )
+
+
+class _Descent(FedAvg):
+    """FedAvg over the parameters of one alignment, in messages of its own type."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], nodes: Sequence[int]) -> None:
+        super().__init__(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, weighted_by_key=WEIGHT)
+        self.parameters = parameters
+        self.nodes = nodes
+        self.sent: list[Message] = []
+        self.messages = 0
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the parameters to every party that keeps the pair."""
+        messages = super().configure_train(server_round, arrays, config, grid)
+        self.sent = [message for message in messages if message.metadata.dst_node_id in self.nodes]
+        for message in self.sent:
+            message.metadata.message_type = DESCEND
+        self.messages += len(self.sent)
+        return self.sent
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the usable parameters."""
+        received = sort_replies(replies, self.sent, WEIGHT, self.parameters)
+        for node, reason in received.refused.items():
+            log(WARNING, "MultiPartyStart: node %d left out of round %d: %s", node, server_round, reason)
+        for entry in received.usable:
+            entry.reply.content["arrays"] = to_record(entry.params)
+        averaged: tuple[ArrayRecord | None, MetricRecord | None] = super().aggregate_train(
+            server_round, received.messages
+        )
+        return averaged
+
+
+def _usual(models: Sequence[Params]) -> Params:
+    """The first of the models that have the names, shapes and kinds of type of most."""
+    kinds = [frozenset((name, t.shape, t.is_floating_point()) for name, t in params.items()) for params in models]
+    return models[kinds.index(Counter(kinds).most_common(1)[0][0])] if models else {}

@@ -1,0 +1,178 @@
+"""A party of a multi-party start: the client's side, and the messages that both sides speak.
+
+Queries with actions of their own, so that the app's `train` and `evaluate` stay free:
+
+| message type | from the server | from the party |
+|---|---|---|
+| `query.rotfed_submit` | nothing | its own model, as it is |
+| `query.rotfed_align` | `anchor`, `source`, their weights | the source in the anchor's frame |
+| `query.rotfed_pair` | `anchor` and `source` in one frame, `share` of the source | that it keeps them |
+| `query.rotfed_descend` | the parameters of the alignment of the pair | the same after steps on its own data |
+
+Without `source` a party moves its own model; without `anchor` its own frame is the common one.
+Every reply states its weight, `num-examples`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+
+from rotfed.align import Alignment, align
+from rotfed.anchors import Step
+from rotfed.descent import Params
+from rotfed.errors import RecordError
+from rotfed.flower.mods import folded
+from rotfed.flower.records import to_record, to_state_dict
+from rotfed.learned import LearnedAlignment
+from rotfed.spec import SymmetrySpec
+from rotfed.transform import identity_transform
+
+SUBMIT, ALIGN, PAIR, DESCEND = (f"query.rotfed_{action}" for action in ("submit", "align", "pair", "descend"))
+
+WEIGHT = "num-examples"
+FIGURES = ("distance-before", "distance-after", "identity-permutations")
+"""The metrics of a reply to `query.rotfed_align`, beside its weight."""
+
+UNMOVED = dict(zip(FIGURES, (0.0, 0.0, 1.0), strict=True))
+"""The figures of the model whose own frame is the common one."""
+
+_KEPT = "rotfed.pair"
+"""Name, or its beginning, of the records in the node's state that hold the pair whose alignment is trained together."""
+
+PartyModel = Callable[[Context], tuple[Params, int]]
+Descent = Callable[[LearnedAlignment], object]
+
+
+def register_party(
+    app: ClientApp,
+    party_model: PartyModel,
+    spec: SymmetrySpec | Callable[[Context], SymmetrySpec],
+    refine: Callable[[Context], Step] | None = None,
+    descend: Callable[[Context, int], Descent] | None = None,
+    mods: list[Mod] | None = None,
+) -> None:
+    """Let a ClientApp take part in a `MultiPartyStart`.
+
+    Parameters
+    ----------
+    app
+        The ClientApp; its functions for training and evaluation are not touched. Mods of the whole app see these
+        messages, too: give a mod that clips, or adds noise to, what is trained to `@app.train(mods=...)`.
+    party_model
+        From the context to the party's own model and the number of its examples. Called for every message that needs
+        the model, maybe in a process of its own: keep what took long to train in a file or in `context.state`.
+    spec
+        The bound spec of the model, or how to load it for a context.
+    refine
+        From the context to what aligns a source to an anchor on this party's data, with the source's share in their
+        average: `lambda source, anchor, share: refine(source, anchor, spec, loss, batches, share=share).alignment`
+        with `refine` of `rotfed.learned`. Needed where the server asks for `learned="own"`.
+    descend
+        From the context and the number of the round to what improves a `LearnedAlignment` in place on this party's
+        data: `lambda alignment: alignment.train(loss, batches, max_steps=10, decay=False)`. Needed where the server
+        asks for `learned="together"`.
+    mods
+        Mods of these messages alone.
+    """
+
+    def bound(context: Context) -> SymmetrySpec:
+        return spec if isinstance(spec, SymmetrySpec) else spec(context)
+
+    @app.query(_action(SUBMIT), mods=mods)
+    def submit(message: Message, context: Context) -> Message:
+        params, examples = party_model(context)
+        return _reply(message, examples, params)
+
+    @app.query(_action(ALIGN), mods=mods)
+    def align_source(message: Message, context: Context) -> Message:
+        own_spec = bound(context)
+        config = message.content.config_records["config"]
+        params: Params
+        weight: float
+        if "source" in message.content.array_records:
+            params, weight = to_state_dict(message.content.array_records["source"]), _number(config, "source-weight")
+        else:
+            params, weight = party_model(context)
+        source = folded(params, own_spec)
+        if "anchor" not in message.content.array_records:
+            return _reply(message, weight, source, **UNMOVED)
+        anchor = to_state_dict(message.content.array_records["anchor"])
+        anchor_weight = _number(config, "anchor-weight")
+        if config["refine"] and anchor_weight > 0:
+            if refine is None:
+                raise RecordError("refine: expected by the server, not given; pass refine to register_party")
+            alignment = refine(context)(source, anchor, weight / (weight + anchor_weight))
+        else:
+            alignment = align(source, anchor, own_spec, **read_options(config))
+        return _reply(message, weight, alignment.params, **figures(alignment))
+
+    @app.query(_action(PAIR), mods=mods)
+    def keep_pair(message: Message, context: Context) -> Message:
+        share, examples = _number(message.content.config_records["config"], "share"), party_model(context)[1]
+        context.state[_KEPT] = ConfigRecord({"share": share, "examples": examples})
+        for role in ("anchor", "source"):
+            context.state[f"{_KEPT}.{role}"] = message.content.array_records[role]
+        return _reply(message, examples)
+
+    @app.query(_action(DESCEND), mods=mods)
+    def descend_pair(message: Message, context: Context) -> Message:
+        if descend is None:
+            raise RecordError("descend: expected by the server, not given; pass descend to register_party")
+        if _KEPT not in context.state:
+            raise RecordError("pair: expected from the server before the parameters of its alignment, not received")
+        kept = context.state.config_records[_KEPT]
+        source, anchor = (
+            to_state_dict(context.state.array_records[f"{_KEPT}.{role}"]) for role in ("source", "anchor")
+        )
+        alignment = paired(bound(context), source, anchor, _number(kept, "share"))
+        alignment.load(to_state_dict(message.content.array_records["arrays"]))
+        config = message.content.config_records["config"]
+        server_round = int(_number(config, "server-round"))
+        descend(context, server_round)(alignment)
+        if server_round == config["rounds"]:
+            # The state travels to the app with every message that follows.
+            for key in [key for key in context.state if key.startswith(_KEPT)]:
+                del context.state[key]
+        return _reply(message, _number(kept, "examples"), alignment.parameters)
+
+
+def paired(spec: SymmetrySpec, source: Params, anchor: Params, share: float) -> LearnedAlignment:
+    """The alignment of a pair that is in one frame already, as both sides build it."""
+    return LearnedAlignment(source, anchor, spec, identity_transform(spec), share)
+
+
+def figures(alignment: Alignment) -> dict[str, float]:
+    """An alignment's figures under the names that they have in a MetricRecord."""
+    found = (alignment.distance_before, alignment.distance_after, alignment.identity_permutations)
+    return dict(zip(FIGURES, found, strict=True))
+
+
+def write_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `rotfed.align` as entries of a ConfigRecord."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def read_options(config: ConfigRecord) -> dict[str, Any]:
+    """The options of `rotfed.align` that `write_options` wrote."""
+    return {name: config[name] for name in ("groups", "layers", "proper", "strength", "max_sweeps")}
+
+
+def _action(message_type: str) -> str:
+    return message_type.split(".")[1]
+
+
+def _number(config: ConfigRecord, key: str) -> float:
+    value = config.get(key)
+    if not isinstance(value, int | float):
+        raise RecordError(f"{key}: expected a number in the server's message, found {value!r}; use one rotfed on both")
+    return float(value)
+
+
+def _reply(message: Message, weight: float, arrays: Params | None = None, **metrics: float) -> Message:
+    content = RecordDict({"metrics": MetricRecord({WEIGHT: weight, **metrics})})
+    if arrays is not None:
+        content["arrays"] = to_record(arrays)
+    return Message(content, reply_to=message)
