@@ -1,11 +1,15 @@
 """The Flower ClientApp: train and evaluate the run's transformer on this node's partition."""
 
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from client import fingerprint
@@ -15,7 +19,11 @@ from client.settings import ConfigError, Settings, parse_settings
 from client.training import evaluate as evaluate_model
 from client.training import pick_device, seed_everything
 from client.training import train as train_model
-from rotfed.flower import to_record, to_state_dict
+from rotfed import SymmetrySpec, load_spec
+from rotfed.anchors import Step
+from rotfed.flower import register_party, to_record, to_state_dict
+from rotfed.flower.party import Descent
+from rotfed.learned import Loss, model_loss, refine
 
 app = ClientApp()
 
@@ -23,6 +31,12 @@ Metrics = dict[str, int | float | list[int] | list[float]]
 
 IDENTITY = "identity"
 """Key of the reply's ConfigRecord that holds the partition id: node ids differ from run to run."""
+
+STEPS_TOGETHER = 10
+"""Steps of a node in each round of an alignment that all parties train."""
+
+PARTY = "party"
+"""Key of the node's state under which its own model is kept, for a start from several parties' models."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +57,7 @@ def train(message: Message, context: Context) -> Message:
     """Train the received model (or, at a different start, this node's own) and return its weights."""
     started = time.perf_counter()
     node = _prepare(message, context)
-    settings = node.settings
-    seed_everything(settings.seed, 1, node.server_round, node.partition_id)
-    generator = torch.Generator().manual_seed(torch.initial_seed())
-    loss = train_model(
-        node.model,
-        node.encode,
-        node.train,
-        epochs=settings.local_epochs,
-        batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        device=pick_device(),
-        generator=generator,
-    )
+    loss = _train(node)
     metrics: Metrics = {
         "num-examples": len(node.train),
         "train-loss": loss,
@@ -79,25 +81,71 @@ def evaluate(message: Message, context: Context) -> Message:
     return _reply(message, node, metrics)
 
 
+def party_model(context: Context) -> tuple[Mapping[str, Tensor], int]:
+    """This node's own model, trained once from its own initialisation, and the number of its examples."""
+    if PARTY not in context.state:
+        node = _initialise(context, server_round=0)
+        _train(node)
+        context.state[PARTY] = to_record(node.model.state_dict())
+        context.state[f"{PARTY}.metrics"] = MetricRecord({"num-examples": len(node.train)})
+    examples = context.state.metric_records[f"{PARTY}.metrics"]["num-examples"]
+    assert isinstance(examples, int)
+    return to_state_dict(context.state.array_records[PARTY]), examples
+
+
+def party_spec(context: Context) -> SymmetrySpec:
+    """The spec of the run's model, with its residual stream, as the server loads it."""
+    return load_spec(_initialise(context, server_round=0).model, residual=True)
+
+
+def party_refine(context: Context) -> Step:
+    """What aligns a model to another on this node's data."""
+    node = _initialise(context, server_round=0)
+    spec, loss = load_spec(node.model, residual=True), _party_loss(node)
+    return lambda source, anchor, share: refine(source, anchor, spec, loss, _batches(node), share=share).alignment
+
+
+def party_descend(context: Context, server_round: int) -> Descent:
+    """What takes this node's steps in one round of an alignment that all parties train."""
+    node = _initialise(context, server_round)
+    loss = _party_loss(node)
+    return lambda alignment: alignment.train(loss, _batches(node), max_steps=STEPS_TOGETHER, decay=False)
+
+
+def check_and_sign(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """A mod for the messages of a multi-party start: check the server's code, and sign the reply with the partition."""
+    fingerprint.check_fingerprint(message.content.config_records["config"].get(fingerprint.KEY))
+    reply = call_next(message, context)
+    reply.content[IDENTITY] = ConfigRecord({"partition-id": _partition_of(context)[0]})
+    return reply
+
+
+register_party(app, party_model, party_spec, party_refine, party_descend, mods=[check_and_sign])
+
+
 def _prepare(message: Message, context: Context) -> Node:
     config = message.content["config"]
     assert isinstance(config, ConfigRecord)
     fingerprint.check_fingerprint(config.get(fingerprint.KEY))
-    settings = parse_settings(context.run_config)
-    partition_id, num_partitions = _partition_of(context)
     server_round = config["server-round"]
     assert isinstance(server_round, int)
-
-    corpus = load_corpus(settings)
-    train_rows, validation_rows = local_split(partition_rows(settings, num_partitions, partition_id))
-    # Also seeds the node's own initialisation, the same one whenever this partition starts.
-    seed_everything(settings.seed, 2, partition_id)
-    model = build_model(settings, corpus, pretrained=False)
-    own = settings.own_start and server_round == 1 and message.metadata.message_type.startswith("train")
+    node = _initialise(context, server_round)
+    own = node.settings.own_start and server_round == 1 and message.metadata.message_type.startswith("train")
     if not own:
         arrays = message.content["arrays"]
         assert isinstance(arrays, ArrayRecord)
-        model.load_state_dict(to_state_dict(arrays))
+        node.model.load_state_dict(to_state_dict(arrays))
+    return node
+
+
+def _initialise(context: Context, server_round: int) -> Node:
+    """This node with its own initialisation, the same one whenever its partition starts."""
+    settings = parse_settings(context.run_config)
+    partition_id, num_partitions = _partition_of(context)
+    corpus = load_corpus(settings)
+    train_rows, validation_rows = local_split(partition_rows(settings, num_partitions, partition_id))
+    seed_everything(settings.seed, 2, partition_id)
+    model = build_model(settings, corpus, pretrained=False)
     return Node(
         settings,
         partition_id,
@@ -107,6 +155,46 @@ def _prepare(message: Message, context: Context) -> Node:
         corpus.examples(train_rows),
         corpus.examples(validation_rows),
     )
+
+
+def _train(node: Node) -> float:
+    """Train a node's model on its own data."""
+    settings = node.settings
+    return train_model(
+        node.model,
+        node.encode,
+        node.train,
+        epochs=settings.local_epochs,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        device=pick_device(),
+        generator=_seeded(node),
+    )
+
+
+def _seeded(node: Node) -> torch.Generator:
+    """Seed all generators, and return one for the order of batches, by the node's round and partition."""
+    seed_everything(node.settings.seed, 1, node.server_round, node.partition_id)
+    return torch.Generator().manual_seed(torch.initial_seed())
+
+
+def _party_loss(node: Node) -> Loss:
+    """The loss of parameters on a node's data, the classes of which count alike however many examples each has."""
+    device = pick_device()
+    model: Module = node.model
+    counts = torch.bincount(node.train.labels, minlength=node.model.config.num_labels or 0)
+    loss = model_loss(model.to(device).eval(), counts)
+    return lambda params, batch: loss({name: tensor.to(device) for name, tensor in params.items()}, batch)
+
+
+def _batches(node: Node) -> Iterator[dict[str, Tensor]]:
+    """Batches of a node's own examples, in another order whenever all have been used."""
+    generator, device = _seeded(node), pick_device()
+    while True:
+        for rows in torch.randperm(len(node.train), generator=generator).split(node.settings.batch_size):
+            batch = node.train.take(rows)
+            encoded = {**node.encode(batch.inputs), "labels": batch.labels}
+            yield {name: value.to(device) for name, value in encoded.items()}
 
 
 def _partition_of(context: Context) -> tuple[int, int]:

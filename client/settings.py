@@ -18,7 +18,8 @@ STRATEGIES = ("rotfed", "fedavg")
 ANCHORS = ("global", "medoid", "consensus")
 TASKS = ("image", "text")
 PARTITIONS = ("iid", "dirichlet")
-STARTS = ("same", "different")
+STARTS = ("same", "different", "parties")
+LEARNED = ("none", "own", "together")
 BUILT_IN_MODELS = {"image": "vit-small", "text": "bert-small"}
 
 
@@ -39,8 +40,11 @@ class Settings:
         whose columns are found by their types unless named; `model` is built in ("vit-small",
         "bert-small"), a transformers folder or a hub id; `max_length` counts tokens (text only; bytes for
         "bert-small").
-    partition, alpha, start
-        How data is split over clients, and whether they start from one initialisation or from their own.
+    partition, alpha, start, learned
+        How data is split over clients, and whether they start from one initialisation ("same"), train the first round
+        from their own ("different"), or first train models of their own, which are merged into the start ("parties"):
+        by the weights alone ("none"), each on its party's own data in turn ("own"), or each on the data of all
+        parties ("together").
     local_epochs, batch_size, learning_rate
         Local training.
     fraction_train, fraction_evaluate, min_nodes
@@ -69,6 +73,7 @@ class Settings:
     partition: str
     alpha: float
     start: str
+    learned: str
     local_epochs: int
     batch_size: int
     learning_rate: float
@@ -87,7 +92,7 @@ class Settings:
 
     @property
     def own_start(self) -> bool:
-        """Whether each client begins from its own initialisation."""
+        """Whether each client begins the first round from its own initialisation."""
         return self.start == "different"
 
 
@@ -124,10 +129,15 @@ def _check_together(settings: Settings) -> None:
             f"run config dataset = {settings.dataset!r} holds images, which task = 'text' cannot read; "
             "give a folder with one subfolder of .txt files per class, or a Hugging Face data set name"
         )
-    if settings.own_start and not settings.built_in:
+    if settings.start != "same" and not settings.built_in:
         raise ConfigError(
-            f"run config start = 'different' needs a built-in model to initialise, and model = "
+            f"run config start = {settings.start!r} needs a built-in model to initialise, and model = "
             f"{settings.model!r} is pretrained; use start = 'same'"
+        )
+    if settings.start == "parties" and settings.task == "text":
+        raise ConfigError(
+            "run config start = 'parties' needs a model whose residual stream rotfed knows, and 'bert-small' is none; "
+            "use task = 'image', or start = 'different'"
         )
 
 
@@ -155,6 +165,7 @@ def _parsers() -> dict[str, _Parser]:
         "partition": _choice(PARTITIONS),
         "alpha": _number(0.0, open_low=True),
         "start": _choice(STARTS),
+        "learned": _choice(LEARNED),
         "local-epochs": _integer(1),
         "batch-size": _integer(1),
         "learning-rate": _number(0.0, open_low=True),

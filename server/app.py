@@ -17,7 +17,7 @@ from client.fingerprint import fingerprint
 from client.models import build_encoder, build_model, build_tokenizer
 from client.settings import Settings, parse_settings
 from client.training import Evaluation, evaluate, pick_device, seed_everything
-from rotfed.flower import RotFedAvg, to_record, to_state_dict
+from rotfed.flower import MultiPartyStart, RotFedAvg, to_record, to_state_dict
 from server.grid import OrderedGrid
 from server.results import Recorder, environment
 
@@ -82,12 +82,25 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
         recorder.add_round(entry)
         return MetricRecord({"loss": measured.loss, "accuracy": measured.accuracy})
 
+    grid = OrderedGrid(grid)
+
+    def config() -> ConfigRecord:
+        return ConfigRecord({FINGERPRINT_KEY: fingerprint()})
+
+    arrays = to_record(model.state_dict())
+    if settings.start == "parties":
+        learned = None if settings.learned == "none" else settings.learned
+        spec = rotfed.load_spec(model, residual=True)
+        start = MultiPartyStart(spec, learned=learned, min_available_nodes=settings.min_nodes)
+        arrays = start.run(grid, config=config())
+        assert start.report is not None
+        recorder.update(start=start.report.to_dict())
     result = strategy.start(
-        grid=OrderedGrid(grid),
-        initial_arrays=to_record(model.state_dict()),
+        grid=grid,
+        initial_arrays=arrays,
         num_rounds=settings.num_server_rounds,
-        train_config=ConfigRecord({FINGERPRINT_KEY: fingerprint()}),
-        evaluate_config=ConfigRecord({FINGERPRINT_KEY: fingerprint()}),
+        train_config=config(),
+        evaluate_config=config(),
         evaluate_fn=evaluate_round,
     )
     if settings.save_model:

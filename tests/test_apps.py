@@ -24,6 +24,7 @@ from client.fingerprint import CodeMismatchError, check_fingerprint, fingerprint
 from client.models import build_encoder, build_model
 from client.settings import ConfigError, parse_settings
 from client.training import evaluate, seed_everything, train
+from rotfed.errors import AlignmentError
 from rotfed.flower import to_state_dict
 from server.grid import OrderedGrid, RoundFailedError, error_text
 
@@ -86,6 +87,8 @@ def test_unknown_and_missing_keys_are_refused():
         ({"task": "text", "dataset": "somewhere"}, "does not fit task"),
         ({"task": "text", "model": "bert-small"}, "holds images"),
         ({"start": "different", "model": "/a/model"}, "is pretrained"),
+        ({"start": "parties", "model": "/a/model"}, "is pretrained"),
+        ({"start": "parties", "task": "text", "model": "bert-small", "dataset": "somewhere"}, "residual stream"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(changes, message):
@@ -351,12 +354,56 @@ def test_a_federation_learns_digits_and_writes_its_results(tmp_path, strategy):
     assert ("alignment" in first) == (strategy == "rotfed")
 
 
-def test_runs_repeat_to_the_bit(tmp_path):
+@pytest.mark.parametrize(
+    ("nodes", "changes"),
+    [(3, {"start": "different", "num_server_rounds": 2}), (2, {"start": "parties", "learned": "together"})],
+)
+def test_runs_repeat_to_the_bit(tmp_path, monkeypatch, nodes, changes):
+    monkeypatch.setattr(client.app, "STEPS_TOGETHER", 1)
+
     def rounds(name):
-        results = federate(tmp_path / name, nodes=3, start="different", num_server_rounds=2)
+        results = federate(tmp_path / name, nodes=nodes, **changes)
         return [(entry["loss"], entry["accuracy"]) for entry in results["rounds"]]
 
     assert rounds("one.json") == rounds("two.json")
+
+
+def test_parties_train_models_of_their_own_once_and_the_rounds_start_from_what_these_make(tmp_path, monkeypatch):
+    trained = []
+
+    def count(model, *arguments, **keywords):
+        trained.append(model.state_dict()["classifier.weight"].clone())
+        return train(model, *arguments, **keywords)
+
+    monkeypatch.setattr(client.app, "train_model", count)
+    results = federate(tmp_path / "results.json", start="parties", local_epochs=4, batch_size=16)
+    own, first_round = trained[:2], trained[2:]
+    assert len(first_round) == 2
+    assert not torch.equal(own[0], own[1]) and torch.equal(first_round[0], first_round[1])
+    assert not results["start"]["skipped"] and not results["start"]["data_free"]
+    assert len(results["start"]["parties"]) == 2
+    before, after = results["rounds"]
+    # Models averaged as they are would do no better than chance.
+    assert 0.2 < before["accuracy"] < after["accuracy"]
+
+
+def test_a_party_that_fails_is_named_and_the_run_goes_on_from_the_others(tmp_path, monkeypatch):
+    def fails_once(node):
+        if (node.partition_id, node.server_round) == (1, 0):
+            raise RuntimeError("out of memory")
+        return 0.0
+
+    monkeypatch.setattr(client.app, "_train", fails_once)
+    results = federate(tmp_path / "results.json", nodes=3, start="parties", learned="none")
+    assert len(results["start"]["parties"]) == 2 and list(results["start"]["skipped"]) == ["101"]
+    assert "out of memory" in results["start"]["skipped"]["101"]
+    assert len(results["rounds"][1]["alignment"]["clients"]) == 3
+
+
+def test_a_start_whose_parties_all_fail_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(server.app, "fingerprint", lambda: "0.0.9+000000000000")
+    with pytest.raises(AlignmentError, match=r"(?s)found 0; .*node 100: CodeMismatchError.*expected rotfed 0\.0\.9"):
+        federate(tmp_path / "results.json", start="parties")
 
 
 def test_at_a_different_start_clients_ignore_the_first_model_only(monkeypatch):

@@ -14,7 +14,7 @@ def test_runs_end_with_their_true_status_and_leave_nothing_behind(tmp_path):
         "num-server-rounds": 1,
         "local-epochs": 1,
         "min-nodes": 2,
-        "start": "different",
+        "start": "parties",
         "results": str(results_file),
     }
 
@@ -33,6 +33,7 @@ def test_runs_end_with_their_true_status_and_leave_nothing_behind(tmp_path):
     assert completed.status == "finished:completed"
     results = json.loads(results_file.read_text())
     assert results["status"] == "completed" and [entry["round"] for entry in results["rounds"]] == [0, 1]
+    assert len(results["start"]["parties"]) == 2 and not results["start"]["skipped"]
     assert len(results["rounds"][1]["alignment"]["clients"]) == 2
     # `flwr run --stream` exits 0 for this one too.
     assert failed.status == "finished:failed"
