@@ -162,5 +162,5 @@ def test_the_share_of_identities_counts_the_permutations_that_were_asked_for(gen
 def test_a_tensor_without_values_is_refused_by_name() -> None:
     spec, theta = backbone("bert")
     name = "embeddings.LayerNorm.weight"
-    with pytest.raises(rotfed.AlignmentError, match=name):
+    with pytest.raises(rotfed.SpecError, match=name):
         rotfed.align({**theta, name: theta[name].to("meta")}, theta, spec)

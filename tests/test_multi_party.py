@@ -17,7 +17,7 @@ from rotfed.anchors import Step
 from rotfed.checks import example_inputs
 from rotfed.errors import AlignmentError
 from rotfed.flower import AlignedStrategy, MultiPartyStart, register_party, to_record, to_state_dict
-from rotfed.flower.party import ALIGN, DESCEND, PAIR, SUBMIT, Descent
+from rotfed.flower.party import ALIGN, DESCEND, KEEP, SUBMIT, Descent
 from rotfed.learned import refine
 from rotfed.residual import fold_norms
 from simulations.grid import InProcessGrid
@@ -343,7 +343,10 @@ def test_types_and_buffers_come_back(mode: str, dtype: torch.dtype) -> None:
     ("arguments", "error"),
     [
         ({"anchor": "global"}, "anchor: expected one of progressive, tree, medoid, consensus, found 'global'"),
-        ({"anchor": "medoid", "learned": "own"}, "anchor: expected one of progressive, tree for a learned start"),
+        (
+            {"anchor": "medoid", "learned": "own"},
+            "anchor: expected one of progressive, tree where each party learns in turn",
+        ),
         ({"anchor": "tree", "submit": False}, "anchor: expected 'progressive' where no model is submitted"),
         ({"learned": "both"}, "learned: expected None or one of own, together, found 'both'"),
         ({"rounds": 0}, "rounds: expected a whole number"),
@@ -441,7 +444,7 @@ def test_together_only_the_parameters_travel_and_the_models_stay_what_they_are(s
     grid = Grid(parties(own, descend=descend), 2)
     merged = to_state_dict(start.run(grid))
     first = [("submit", 101), ("submit", 102)]
-    trained = [[("pair", 101), ("pair", 102)], *([[("descend", 101), ("descend", 102)]] * 3)]
+    trained = [[("keep", 101), ("keep", 102)], *([[("descend", 101), ("descend", 102)]] * 3)]
     batches = [sorted(batch) for batch in grid.batches]
     assert batches == [*([first] if submit else [[("align", 101)], [("align", 102)]]), *trained]
     assert start.report is not None and start.report.messages == sum(map(len, batches))
@@ -461,21 +464,22 @@ def test_together_the_parties_weights_count() -> None:
     MultiPartyStart(SPEC, learned="together", rounds=2).run(grid)
     sent = [m for m in grid.sent if m.metadata.message_type == DESCEND]
     replies = [m for m in grid.received if m.metadata.message_type == DESCEND]
-    (pair,) = {float(m.content.config_records["config"]["share"]) for m in grid.sent if m.metadata.message_type == PAIR}  # type: ignore[arg-type]
-    assert pair == 0.75
+    kept = [m.content.config_records["config"]["weights"] for m in grid.sent if m.metadata.message_type == KEEP]
+    assert kept == [[1.0, 3.0]] * 2
     mine = {m.metadata.src_node_id: to_state_dict(m.content.array_records["arrays"]) for m in replies[:2]}
     expected = rotfed.weighted_mean([mine[101], mine[102]], [1, 3])
     assert_recovers(to_state_dict(sent[-1].content.array_records["arrays"]), expected)
 
 
 def test_together_a_party_that_is_out_is_not_asked_again() -> None:
-    grid = Grid(parties(own, descend=descend), 4, [(101, "submit"), (103, "pair")])
+    grid = Grid(parties(own, descend=descend), 4, [(101, "submit"), (103, "keep")])
     start = MultiPartyStart(SPEC, learned="together", rounds=2)
     start.run(grid)
     assert start.report is not None and list(start.report.skipped) == [101] and not start.report.data_free
     assert [sorted(node for _, node in batch) for batch in grid.batches] == [
         [101, 102, 103, 104],
-        *([[102, 103, 104], *[[102, 104]] * 2] * 2),
+        [102, 103, 104],
+        *[[102, 104]] * 2,
     ]
 
 
@@ -493,6 +497,6 @@ def test_together_a_party_that_fails_is_left_out_and_none_left_means_by_weights(
     assert start.report is not None and not start.report.data_free and len(start.report.parties) == 3
     start = MultiPartyStart(SPEC, anchor="tree", learned="together", rounds=1)
     assert change(start.run(Grid(parties(turned, descend=failing(0, 1, 2)), 3))) < 1e-5
-    assert start.report is not None and list(start.report.data_free) == [102, 103]
+    assert start.report is not None and list(start.report.data_free) == [101, 102, 103]
     start.run(Grid(parties(turned), 2))
-    assert list(start.report.data_free) == [102]
+    assert list(start.report.data_free) == [101, 102]

@@ -18,10 +18,22 @@ from rotfed.anchors import align_all
 from rotfed.descent import Params, check_finite
 from rotfed.errors import AlignmentError, RecordError, RotfedError, SpecError
 from rotfed.flower.mods import folded
-from rotfed.flower.party import ALIGN, DESCEND, FIGURES, PAIR, SUBMIT, UNMOVED, WEIGHT, figures, paired, write_options
+from rotfed.flower.party import (
+    ALIGN,
+    DESCEND,
+    FIGURES,
+    KEEP,
+    SUBMIT,
+    UNMOVED,
+    WEIGHT,
+    figures,
+    model_key,
+    write_options,
+)
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, Usable, match_params, read_weight, sort_replies
 from rotfed.flower.reports import ClientReport
+from rotfed.learned import LearnedAlignment
 from rotfed.mergers import weighted_mean
 from rotfed.spec import SymmetrySpec
 
@@ -70,9 +82,9 @@ class MultiPartyStart:
     learned
         None: the weights alone decide. `"own"`: each step of `"progressive"` and `"tree"` is one message to one
         party, which moves its own model, or the mean of a group in which it has most examples, on its own data.
-        `"together"`: each step's alignment is trained by all parties, whose parameters alone travel and are averaged
-        by Flower's FedAvg for `rounds` rounds, while the pair of models stays put with every party; so every party gets
-        to see both.
+        `"together"`: from where the weights alone bring them, the alignment of all models is trained by all parties.
+        Its parameters alone travel and are averaged by Flower's FedAvg for `rounds` rounds, while the models stay put
+        with every party; so every party gets to see all of them.
     submit
         Whether parties hand in their models as they are. Without, `"progressive"` only, each party in turn gets the
         mean so far and answers with its own model in that mean's frame; the first one's own frame, folded, is the
@@ -110,8 +122,10 @@ class MultiPartyStart:
             raise AlignmentError(f"anchor: expected one of {', '.join(START_ANCHORS)}, found {anchor!r}")
         if learned not in (None, *LEARNED):
             raise AlignmentError(f"learned: expected None or one of {', '.join(LEARNED)}, found {learned!r}")
-        if learned and anchor not in IN_TURN:
-            raise AlignmentError(f"anchor: expected one of {', '.join(IN_TURN)} for a learned start, found {anchor!r}")
+        if learned == "own" and anchor not in IN_TURN:
+            raise AlignmentError(
+                f"anchor: expected one of {', '.join(IN_TURN)} where each party learns in turn, found {anchor!r}"
+            )
         if not submit and anchor != "progressive":
             raise AlignmentError(f"anchor: expected 'progressive' where no model is submitted, found {anchor!r}")
         for name, value in (("rounds", rounds), ("min_parties", min_parties)):
@@ -218,13 +232,14 @@ class _Run:
         joined = self._collect()
         self._check_count(len(joined))
         reference = self.start.reference
-        if self.start.learned is None:
+        if self.start.learned != "own":
             weights = [party.weight for party in joined]
             models = [party.mean for party in joined]
             aligned = align_all(models, self.spec, self.start.anchor, weights, reference, **self.start.options)
             for party, alignment in zip(joined, aligned, strict=True):
                 self._note(party.weights, figures(alignment))
-            return weighted_mean([alignment.params for alignment in aligned], weights)
+            near = [_Joined(party.weights, alignment.params) for party, alignment in zip(joined, aligned, strict=True)]
+            return self._averaged(near)
         self._note(joined[0].weights, UNMOVED)
         while len(joined) > 1:
             ends = len(joined) - len(joined) % 2 if self.start.anchor == "tree" else 2
@@ -236,6 +251,7 @@ class _Run:
     def unsubmitted(self) -> Params:
         """Send the mean so far to one party after another; each answers with its own model in that frame."""
         joined: _Joined | None = None
+        near: list[_Joined] = []
         for node in self._connected():
             anchor, weight = (self.start.reference, 0.0) if joined is None else (joined.mean, joined.weight)
             moved, failed = self._step([self._instruction(node, anchor, weight)])
@@ -244,25 +260,26 @@ class _Run:
                 continue
             party, figured = moved[node]
             self._note((node,), figured)
-            if joined is None:
-                self.like, joined = self.like or party.mean, party
-            else:
-                together = self.start.learned == "together"
-                params = self._together(joined, party, party.mean) if together else party.mean
-                joined = joined.with_moved(party, params)
+            self.like = self.like or party.mean
+            joined = party if joined is None else joined.with_moved(party, party.mean)
+            if self.start.learned == "together":
+                near.append(party)
         self._check_count(len(joined.weights) if joined else 0)
         assert joined is not None
-        return joined.mean
+        return self._averaged(near) if near else joined.mean
+
+    def _averaged(self, near: Sequence[_Joined]) -> Params:
+        """The mean of models in one frame, after they have been trained to meet where that is asked for."""
+        models = self._together(near) if self.start.learned == "together" else [party.mean for party in near]
+        return weighted_mean(models, [party.weight for party in near])
 
     def _join(self, pairs: Sequence[tuple[_Joined, _Joined]]) -> list[_Joined]:
         """Move the second of each pair to the first, and average; the pairs' messages go out at once."""
-        together = self.start.learned == "together"
         instructions = [
             self._instruction(right.mover, left.mean, left.weight, right if len(right.weights) > 1 else None)
             for left, right in pairs
-            if not together
         ]
-        moved, failed = self._step(instructions) if instructions else ({}, {})
+        moved, failed = self._step(instructions)
         met = []
         for left, right in pairs:
             if right.mover in moved:
@@ -270,10 +287,7 @@ class _Run:
             else:
                 near = self._nearest(right.mean, left.mean)
                 params, figured = near.params, figures(near)
-                if together:
-                    params = self._together(left, right, params)
-                else:
-                    self._merge_data_free(right.mover, failed[right.mover])
+                self._merge_data_free(right.mover, failed[right.mover])
             self._note(right.weights, figured)
             met.append(left.with_moved(right, params))
         return met
@@ -365,14 +379,16 @@ class _Run:
                 failed[entry.node_id] = str(error)
         return moved, failed
 
-    def _together(self, left: _Joined, right: _Joined, near: Params) -> Params:
-        """Train the alignment of `near`, the second group's mean in the first one's frame, with all parties."""
-        share = right.share_beside(left)
-        models = {"anchor": to_record(left.mean), "source": to_record(near)}
+    def _together(self, near: Sequence[_Joined]) -> list[Params]:
+        """The models of all parties, moved from the frame that they are near in by an alignment that all train."""
+        models, weights = [party.mean for party in near], [party.weight for party in near]
+        if len(models) == 1:
+            return models
+        records = {model_key(number): to_record(model) for number, model in enumerate(models)}
         nodes = [node for node in self.grid.get_node_ids() if node not in self.skipped]
-        pairs = [Message(RecordDict({"config": self._config(share=share), **models}), node, PAIR) for node in nodes]
-        kept = [entry.node_id for entry in self._ask(pairs).usable]
-        alignment = paired(self.spec, near, left.mean, share)
+        sent = [Message(RecordDict({"config": self._config(weights=weights), **records}), node, KEEP) for node in nodes]
+        kept = [entry.node_id for entry in self._ask(sent).usable]
+        alignment = LearnedAlignment(models, self.spec, weights=weights)
         if kept:
             training, initial = _Descent(alignment.parameters, kept), to_record(alignment.parameters)
             config = self._config(rounds=self.start.rounds)
@@ -380,10 +396,11 @@ class _Run:
             self.messages += training.messages
             if learned:
                 alignment.load(to_state_dict(learned))
-                return alignment.transform().apply(near)
-        for node in right.weights:
-            self._merge_data_free(node, "no party returned parameters of the alignment that could be used")
-        return near
+                moved = zip(alignment.transforms(), models[1:], strict=True)
+                return [models[0], *(transform.apply(model) for transform, model in moved)]
+        for party in near:
+            self._merge_data_free(party.mover, "no party returned parameters of the alignment that could be used")
+        return models
 
     # --- what is remembered ------------------------------------------------------------------------------------------
 
@@ -426,7 +443,7 @@ class _Descent(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the parameters to every party that keeps the pair."""
+        """Send the parameters to every party that keeps the models."""
         messages = super().configure_train(server_round, arrays, config, grid)
         self.sent = [message for message in messages if message.metadata.dst_node_id in self.nodes]
         for message in self.sent:

@@ -6,8 +6,8 @@ Queries with actions of their own, so that the app's `train` and `evaluate` stay
 |---|---|---|
 | `query.rotfed_submit` | nothing | its own model, as it is |
 | `query.rotfed_align` | `anchor`, `source`, their weights | the source in the anchor's frame |
-| `query.rotfed_pair` | `anchor` and `source` in one frame, `share` of the source | that it keeps them |
-| `query.rotfed_descend` | the parameters of the alignment of the pair | the same after steps on its own data |
+| `query.rotfed_keep` | the models of all parties, near one frame, and their weights | that it keeps them |
+| `query.rotfed_descend` | the parameters of the alignment of all | the same after steps on its own data |
 
 Without `source` a party moves its own model; without `anchor` its own frame is the common one.
 Every reply states its weight, `num-examples`.
@@ -28,9 +28,8 @@ from rotfed.flower.mods import folded
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.learned import LearnedAlignment
 from rotfed.spec import SymmetrySpec
-from rotfed.transform import identity_transform
 
-SUBMIT, ALIGN, PAIR, DESCEND = (f"query.rotfed_{action}" for action in ("submit", "align", "pair", "descend"))
+SUBMIT, ALIGN, KEEP, DESCEND = (f"query.rotfed_{action}" for action in ("submit", "align", "keep", "descend"))
 
 WEIGHT = "num-examples"
 FIGURES = ("distance-before", "distance-after", "identity-permutations")
@@ -39,8 +38,8 @@ FIGURES = ("distance-before", "distance-after", "identity-permutations")
 UNMOVED = dict(zip(FIGURES, (0.0, 0.0, 1.0), strict=True))
 """The figures of the model whose own frame is the common one."""
 
-_KEPT = "rotfed.pair"
-"""Name, or its beginning, of the records in the node's state that hold the pair whose alignment is trained together."""
+_KEPT = "rotfed.kept"
+"""Name, or its beginning, of the records in the node's state that hold the models whose alignment is trained."""
 
 PartyModel = Callable[[Context], tuple[Params, int]]
 Descent = Callable[[LearnedAlignment], object]
@@ -109,25 +108,27 @@ def register_party(
             alignment = align(source, anchor, own_spec, **read_options(config))
         return _reply(message, weight, alignment.params, **figures(alignment))
 
-    @app.query(_action(PAIR), mods=mods)
-    def keep_pair(message: Message, context: Context) -> Message:
-        share, examples = _number(message.content.config_records["config"], "share"), party_model(context)[1]
-        context.state[_KEPT] = ConfigRecord({"share": share, "examples": examples})
-        for role in ("anchor", "source"):
-            context.state[f"{_KEPT}.{role}"] = message.content.array_records[role]
+    @app.query(_action(KEEP), mods=mods)
+    def keep_models(message: Message, context: Context) -> Message:
+        weights, examples = message.content.config_records["config"]["weights"], party_model(context)[1]
+        context.state[_KEPT] = ConfigRecord({"weights": weights, "examples": examples})
+        for key, record in message.content.array_records.items():
+            context.state[f"{_KEPT}.{key}"] = record
         return _reply(message, examples)
 
     @app.query(_action(DESCEND), mods=mods)
-    def descend_pair(message: Message, context: Context) -> Message:
+    def descend_together(message: Message, context: Context) -> Message:
         if descend is None:
             raise RecordError("descend: expected by the server, not given; pass descend to register_party")
         if _KEPT not in context.state:
-            raise RecordError("pair: expected from the server before the parameters of its alignment, not received")
+            raise RecordError("models: expected from the server before the parameters of their alignment, found none")
         kept = context.state.config_records[_KEPT]
-        source, anchor = (
-            to_state_dict(context.state.array_records[f"{_KEPT}.{role}"]) for role in ("source", "anchor")
-        )
-        alignment = paired(bound(context), source, anchor, _number(kept, "share"))
+        weights = kept["weights"]
+        assert isinstance(weights, list)
+        models = [
+            to_state_dict(context.state.array_records[f"{_KEPT}.{model_key(number)}"]) for number in range(len(weights))
+        ]
+        alignment = LearnedAlignment(models, bound(context), weights=[float(weight) for weight in weights])
         alignment.load(to_state_dict(message.content.array_records["arrays"]))
         config = message.content.config_records["config"]
         server_round = int(_number(config, "server-round"))
@@ -139,9 +140,9 @@ def register_party(
         return _reply(message, _number(kept, "examples"), alignment.parameters)
 
 
-def paired(spec: SymmetrySpec, source: Params, anchor: Params, share: float) -> LearnedAlignment:
-    """The alignment of a pair that is in one frame already, as both sides build it."""
-    return LearnedAlignment(source, anchor, spec, identity_transform(spec), share)
+def model_key(number: int) -> str:
+    """The name of the record that holds one of the models whose alignment is trained together."""
+    return f"model-{number}"
 
 
 def figures(alignment: Alignment) -> dict[str, float]:
