@@ -15,7 +15,7 @@ from flwr.app.user_config import UserConfigValue
 from rotfed.errors import RotfedError
 
 STRATEGIES = ("rotfed", "fedavg")
-ANCHORS = ("global", "medoid", "consensus")
+ANCHORS = ("global", "medoid", "consensus", "generalized_procrustes")
 TASKS = ("image", "text")
 PARTITIONS = ("iid", "dirichlet")
 STARTS = ("same", "different", "parties")

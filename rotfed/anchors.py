@@ -22,6 +22,14 @@ Step = Callable[[Params, Params, float], Alignment]
 """Aligns a source to an anchor that it will then be averaged with; the number is the source's share of that average."""
 
 
+def chosen_anchor(name: str, choices: Sequence[str]) -> str:
+    """The anchor that a name stands for. Raises AlignmentError unless it is one of the choices."""
+    known = "consensus" if name == "generalized_procrustes" else name
+    if known not in choices:
+        raise AlignmentError(f"anchor: expected one of {', '.join(choices)}, found {name!r}")
+    return known
+
+
 def align_all(
     models: Iterable[Params],
     spec: SymmetrySpec,
@@ -41,8 +49,9 @@ def align_all(
         `"global"`: each model is aligned to `reference`, on its own (what works under secure aggregation, with
         differential-privacy accounting, and in a stream). `"medoid"`: each to the model nearest to the plain mean
         (the multi-model rule of arXiv 2502.00264). `"consensus"`: generalized Procrustes analysis (Gower 1975), each
-        to the mean of all, which is renewed until it settles. `"progressive"`: one after another to the mean of those
-        before it. `"tree"`: pairs, then pairs of pairs, log2 of the number of models in depth.
+        to the mean of all, which is renewed until it settles; `"generalized_procrustes"` is a second name of it.
+        `"progressive"`: one after another to the mean of those before it. `"tree"`: pairs, then pairs of pairs, log2
+        of the number of models in depth.
     weights
         Shares of the models in the mean, equal by default.
     reference
@@ -60,6 +69,7 @@ def align_all(
     Raises RotfedError for models that differ, an unknown anchor, or a `"global"` one without a reference.
     """
     check_is_spec(spec)
+    anchor = chosen_anchor(anchor, ANCHORS)
     models = alike(models)
     shares = normalised_weights(len(models), weights)
     if anchor == "global":
@@ -74,11 +84,9 @@ def align_all(
         aligned = _align_to_medoid(models, spec, shares, options)
     elif anchor == "consensus":
         aligned = _align_to_consensus(models, spec, shares, options)
-    elif anchor in ("progressive", "tree"):
+    else:
         one_step = step or (lambda source, target, share: align(source, target, spec, **options))
         aligned = _align_in_turn(models, spec, shares, one_step, anchor == "tree", options)
-    else:
-        raise AlignmentError(f"anchor: expected one of {', '.join(ANCHORS)}, found {anchor!r}")
     if reference is None and anchor != "consensus":
         return aligned
     home = models[medoid(models, shares)] if reference is None else reference

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import rotfed
 from rotfed.align import align
-from rotfed.anchors import align_all
+from rotfed.anchors import align_all, chosen_anchor
 from rotfed.barrier import Score, barrier_of, line, losses_along, score
 from rotfed.checkpoints import (
     Checkpoint,
@@ -155,8 +155,7 @@ def merge(
     with _refusals():
         if len(models) < 2:
             raise AlignmentError(f"models: expected at least two to merge, found {len(models)}")
-        if anchor not in ANCHORS:
-            raise AlignmentError(f"anchor: expected one of {', '.join(ANCHORS)}, found {anchor!r}")
+        anchor = chosen_anchor(anchor, ANCHORS)
         shares = normalised_weights(len(models), _numbers("weights", weights, float))
         check_target(out, models, force)
         checkpoints = [read_checkpoint(model) for model in models]

@@ -148,6 +148,12 @@ def test_consensus_is_closer_together_than_the_medoid_and_both_than_plain() -> N
     assert consensus < medoid < plain
 
 
+def test_generalized_procrustes_is_the_consensus() -> None:
+    spec, theta = backbone("vit")
+    models = [turned(spec, noisy(theta, 0.3, seed), seed) for seed in range(3)]
+    assert_same(rotfed.merge(models, spec, anchor="generalized_procrustes"), rotfed.merge(models, spec))
+
+
 def test_a_consensus_that_does_not_settle_warns() -> None:
     spec, theta = backbone("vit")
     models = [turned(spec, noisy(theta, 1.0, seed), seed) for seed in range(4)]

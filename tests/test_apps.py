@@ -44,6 +44,7 @@ def settings_with(**changes):
 def test_the_defaults_are_valid():
     settings = settings_with()
     assert settings.groups is None and settings.layers is None
+    assert settings_with(anchor="generalized_procrustes").anchor == "generalized_procrustes"
     assert (settings.strategy, settings.model, settings.dataset) == ("rotfed", "vit-small", "digits")
 
 

@@ -300,7 +300,7 @@ def test_replies_are_freed_after_use() -> None:
 def test_only_the_global_anchor_goes_with_privacy() -> None:
     inner = DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 3)
     AlignedStrategy(inner, SPEC)
-    for anchor in ("medoid", "consensus"):
+    for anchor in ("medoid", "consensus", "generalized_procrustes"):
         with pytest.raises(AlignmentError, match="privacy accounting"):
             AlignedStrategy(inner, SPEC, anchor=anchor)
 

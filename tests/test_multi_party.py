@@ -339,6 +339,10 @@ def test_types_and_buffers_come_back(mode: str, dtype: torch.dtype) -> None:
     assert change(to_record({n: t.float() for n, t in found.items()})) < (0.1 if dtype == torch.bfloat16 else 1e-5)
 
 
+def test_generalized_procrustes_is_the_consensus() -> None:
+    assert MultiPartyStart(SPEC, anchor="generalized_procrustes").anchor == "consensus"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 from rotfed.align import Alignment, align, check_options
-from rotfed.anchors import align_all
+from rotfed.anchors import align_all, chosen_anchor
 from rotfed.descent import Params, check_finite
 from rotfed.errors import AlignmentError, RecordError, RotfedError, SpecError
 from rotfed.flower.mods import folded
@@ -118,8 +118,7 @@ class MultiPartyStart:
     ) -> None:
         if not isinstance(spec, SymmetrySpec):
             raise SpecError(f"spec: expected what rotfed.load_spec returns, found {type(spec).__name__}")
-        if anchor not in START_ANCHORS:
-            raise AlignmentError(f"anchor: expected one of {', '.join(START_ANCHORS)}, found {anchor!r}")
+        anchor = chosen_anchor(anchor, START_ANCHORS)
         if learned not in (None, *LEARNED):
             raise AlignmentError(f"learned: expected None or one of {', '.join(LEARNED)}, found {learned!r}")
         if learned == "own" and anchor not in IN_TURN:

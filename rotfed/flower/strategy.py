@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import (
 from torch import Tensor
 
 from rotfed.align import Alignment, check_options
-from rotfed.anchors import align_all
+from rotfed.anchors import align_all, chosen_anchor
 from rotfed.descent import Anchor
 from rotfed.errors import AlignmentError, RecordError, SpecError
 from rotfed.flower.mods import refuse_folding
@@ -83,8 +83,7 @@ class AlignedStrategy(Strategy):
         if not isinstance(spec, SymmetrySpec):
             raise SpecError(f"spec: expected what rotfed.load_spec returns, found {type(spec).__name__}")
         refuse_folding(spec)
-        if anchor not in ROUND_ANCHORS:
-            raise AlignmentError(f"anchor: expected one of {', '.join(ROUND_ANCHORS)}, found {anchor!r}")
+        anchor = chosen_anchor(anchor, ROUND_ANCHORS)
         if isinstance(inner, _PRIVATE) and anchor != "global":
             raise AlignmentError(
                 f"anchor: expected 'global' around {type(inner).__name__}, found {anchor!r}; aligning one client's "
