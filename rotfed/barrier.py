@@ -25,6 +25,19 @@ class Score:
     accuracy: float | None
 
 
+def run(model: nn.Module, params: Params, batch: Batch) -> Any:
+    """What `model` gives for a batch with `params` in place of its own. Raises SpecError for one it cannot take."""
+    try:
+        # A state dict holds tied weights under each of their names, so nothing is left for torch to tie.
+        return torch.func.functional_call(model, dict(params), kwargs=dict(batch), tie_weights=False)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
+        reason = next(iter(str(error).strip().splitlines()), repr(error))
+        raise SpecError(
+            f"{type(model).__name__}: expected batches that it can take, found {shapes}: {reason}"
+        ) from error
+
+
 def score(model: nn.Module, params: Params, batches: Sequence[Batch]) -> Score:
     """Run `model` with `params` in place of its own on batches of its keyword arguments, `labels` among them.
 
@@ -33,15 +46,8 @@ def score(model: nn.Module, params: Params, batches: Sequence[Batch]) -> Score:
     """
     total, counted, right, classes = 0.0, 0, 0, 0
     for batch in batches:
-        try:
-            with torch.no_grad():
-                output: Any = torch.func.functional_call(model, dict(params), kwargs=dict(batch), tie_weights=False)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())
-            reason = next(iter(str(error).strip().splitlines()), repr(error))
-            raise SpecError(
-                f"{type(model).__name__}: expected batches that it can take, found {shapes}: {reason}"
-            ) from error
+        with torch.no_grad():
+            output = run(model, params, batch)
         labels = batch["labels"]
         whole = not labels.is_floating_point()
         count = int((labels != IGNORED_LABEL).sum()) if whole else labels.numel()

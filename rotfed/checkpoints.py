@@ -306,11 +306,36 @@ def model_with(checkpoint: Checkpoint, params: Mapping[str, Tensor]) -> nn.Modul
         raise SpecError(
             f"{missing[0]}: expected by {type(model).__name__}, found none in {checkpoint.path}; save the whole model"
         )
-    return with_plain_experts(model.float().eval())
+    return with_plain_experts(model.float().eval()).to(compute_device())
 
 
-def read_batches(path: Path, model: nn.Module, batch_size: int) -> list[dict[str, Tensor]]:
-    """Labelled examples in batches.
+def compute_device() -> torch.device:
+    """Where models run: on a GPU that this process sees, else on the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def names_in_memory(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
+    """The name in a directory's files of each parameter and buffer that its model has in memory.
+
+    Names differ between versions of transformers, and tied parameters have one name in the files. Raises SpecError
+    where memory holds a parameter in other pieces than the files, as it does the experts of a mixture.
+    """
+    held = model.state_dict(keep_vars=True)
+    stored, present = checkpoint.spec.resolve(checkpoint.params), checkpoint.spec.resolve(held)
+    table = {present.names[name]: stored.names[name] for name in present.names if name in stored.names}
+    table |= {name: name for name in present.left_alone if name in checkpoint.params}
+    owners = {id(held[name]): file for name, file in table.items()}
+    for name, tensor in held.items():
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in owners:
+            raise SpecError(
+                f"{name}: expected in {checkpoint.path} as in memory, found in other pieces or under another name; "
+                "merge these models without --learn"
+            )
+    return {name: table.get(name, owners[id(tensor)]) for name, tensor in held.items() if id(tensor) in owners}
+
+
+def read_examples(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Labelled examples.
 
     Parameters: `path`, a safetensors file of tensors named as the arguments of the model's forward pass, `labels`
     among them, whose first dimension counts the examples. Floating-point ones come back in float32. Raises SpecError
@@ -335,9 +360,15 @@ def read_batches(path: Path, model: nn.Module, batch_size: int) -> list[dict[str
     wide = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
     if odd := [name for name, tensor in wide.items() if bool(tensor.isnan().any())]:
         raise SpecError(f"{odd[0]}: expected numbers in {path}, found NaN; take these examples out")
+    return wide
+
+
+def batches_of(examples: Mapping[str, Tensor], batch_size: int) -> list[dict[str, Tensor]]:
+    """Examples cut into batches, in their order, where models run."""
+    device = compute_device()
     return [
-        {name: tensor[start : start + batch_size] for name, tensor in wide.items()}
-        for start in range(0, counts["labels"], batch_size)
+        {name: tensor[start : start + batch_size].to(device) for name, tensor in examples.items()}
+        for start in range(0, len(examples["labels"]), batch_size)
     ]
 
 

@@ -17,22 +17,24 @@ from rich.text import Text
 from torch import Tensor
 
 import rotfed
-from rotfed.align import align
-from rotfed.anchors import align_all, chosen_anchor
-from rotfed.barrier import Score, barrier_of, line, losses_along, score
+from rotfed.align import Alignment, align
+from rotfed.anchors import Step, align_all, chosen_anchor
+from rotfed.barrier import Batch, Params, Score, barrier_of, line, losses_along, score
 from rotfed.checkpoints import (
     Checkpoint,
     Common,
+    batches_of,
     check_target,
     common_parameters,
     layer_names,
     load_model,
     model_with,
+    names_in_memory,
     new_model,
     other_settings,
     quiet_transformers,
-    read_batches,
     read_checkpoint,
+    read_examples,
     stored_parameters,
     weight_files,
     with_tied_head,
@@ -40,6 +42,7 @@ from rotfed.checkpoints import (
 )
 from rotfed.checks import check_spec, randomize
 from rotfed.errors import AlignmentError, RotfedError, SpecError
+from rotfed.learned import model_loss, refine
 from rotfed.library import load_spec, read_config, refusing, spec_files, supported_model_types
 from rotfed.mergers import normalised_weights, weighted_mean
 from rotfed.nearest import Nearest, nearest_spec
@@ -48,6 +51,7 @@ from rotfed.spec import Resolution, SymmetrySpec
 from rotfed.transform import to_work
 
 ANCHORS = ("medoid", "consensus", "progressive", "tree")
+LEARNED_ANCHORS = ("progressive", "tree")
 
 Residual = Annotated[bool, typer.Option(help="Align the residual stream, too, where the spec knows it.")]
 Layers = Annotated[str, typer.Option(help="Numbers of the layers to align, such as 0,1; all by default.")]
@@ -136,11 +140,16 @@ def specs(
 def merge(
     models: Annotated[list[Path], typer.Argument(help="Transformers model directories of one architecture.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The model directory to write.")],
-    anchor: Annotated[str, typer.Option(help=f"The frame to merge in: {', '.join(ANCHORS)}.")] = "consensus",
+    anchor: Annotated[
+        str, typer.Option(help=f"The frame to merge in: {', '.join(ANCHORS)}; consensus by default, tree with --learn.")
+    ] = "",
     weights: Annotated[str, typer.Option(help="Shares of the models, such as 2,1,1; equal by default.")] = "",
     residual: Residual = True,
     layers: Layers = "",
     data: Annotated[Path | None, typer.Option(help=f"{_DATA} Measures the losses.")] = None,
+    learn: Annotated[
+        int, typer.Option(min=0, help="Steps at most in which each alignment is refined, on four fifths of --data.")
+    ] = 0,
     batch_size: BatchSize = 64,
     force: Annotated[bool, typer.Option("--force", help="Replace a model directory that is there.")] = False,
 ) -> None:
@@ -149,14 +158,16 @@ def merge(
     Brings the models into one frame, which changes what none of them computes, takes their weighted mean, and writes
     it as a model directory with the first one's configuration and tokenizer. Prints how far the models are from their
     mean before and after; with --data, also the losses of all models, of the plain mean and of the merged model.
-    Exits with 1 and one sentence where the models cannot be merged.
+    With --learn these losses are those on the fifth of the examples that nothing was learned on, and every refined
+    alignment is printed with what it cost. Exits with 1 and one sentence where the models cannot be merged.
     """
     console = _console()
     with _refusals():
         if len(models) < 2:
             raise AlignmentError(f"models: expected at least two to merge, found {len(models)}")
-        anchor = chosen_anchor(anchor, ANCHORS)
+        anchor = chosen_anchor(anchor or ("tree" if learn else "consensus"), LEARNED_ANCHORS if learn else ANCHORS)
         shares = normalised_weights(len(models), _numbers("weights", weights, float))
+        _check_learn(learn, data, layers, shares)
         check_target(out, models, force)
         checkpoints = [read_checkpoint(model) for model in models]
         first = checkpoints[0]
@@ -166,16 +177,23 @@ def merge(
         spec, parties, stream = _form(checkpoints, common, residual, chosen)
         console.print(f"{spec.model_type}: {len(models)} models by {spec.source}, anchor {anchor}")
         console.print(stream)
-        scores = [] if data is None else _score_parties(checkpoints, common, shares, data, batch_size)
+        step, scores, batches = None, [], []
+        if data is not None:
+            model = model_with(first, first.params)
+            taught, examples = _split(read_examples(data, model), learn)
+            batches = batches_of(examples, batch_size)
+            scores = _score_parties(checkpoints, common, shares, batches)
+            if learn:
+                step = _learned_step(console, first, model, spec, batches_of(taught, batch_size), batches, learn)
 
         with _notes(console):
-            aligned = [a.params for a in align_all(parties, spec, anchor, shares, layers=chosen)]
+            aligned = [a.params for a in align_all(parties, spec, anchor, shares, step=step, layers=chosen)]
         merged = first.restored({**first.params, **weighted_mean(aligned, shares)})
         _print_distances(console, spec, parties, aligned, shares)
         write_checkpoint(out, merged, first.path)
         console.print(f"wrote {out}")
         if data is not None:
-            scores.append(("merged", _score(first, merged, data, batch_size)))
+            scores.append(("merged", _score(first, merged, batches)))
             _print_scores(console, scores, shares)
 
 
@@ -209,7 +227,7 @@ def barrier(
         spec, (anchor, source), stream = _form(checkpoints, common, residual, chosen)
         console.print(stream)
         model = model_with(checkpoints[0], checkpoints[0].params)
-        batches = read_batches(data, model, batch_size)
+        batches = batches_of(read_examples(data, model), batch_size)
         alignment = align(source, anchor, spec, layers=chosen)
         lines = {}
         for when, ends in (("before", common.models), ("after", [anchor, alignment.params])):
@@ -224,7 +242,7 @@ def barrier(
                 "other": str(other),
                 "data": str(data),
                 "points": points,
-                "examples": sum(len(batch["labels"]) for batch in batches),
+                "examples": _examples_in(batches),
                 "residual": spec.residual is not None,
                 "layers": list(spec.select_layers(chosen)),
             },
@@ -257,6 +275,9 @@ def _refusals() -> Iterator[None]:
         _refuse(refusal)
     except OSError as error:
         _refuse(RotfedError(f"{error.filename or 'disk'}: expected to read and write there, found: {error.strerror}"))
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        reason = str(error).partition("\n")[0]
+        _refuse(RotfedError(f"GPU: expected to run the model, found: {reason}; set CUDA_VISIBLE_DEVICES= for the CPU"))
 
 
 @contextlib.contextmanager
@@ -340,24 +361,96 @@ def _in_files(checkpoint: Checkpoint, params: Mapping[str, Tensor]) -> dict[str,
     return {name: params[name] for name in checkpoint.types}
 
 
-def _score(checkpoint: Checkpoint, params: Mapping[str, Tensor], data: Path, batch_size: int) -> Score:
-    """Measure a directory's model, with the given parameters, on a file of examples."""
+def _check_learn(steps: int, data: Path | None, layers: str, shares: Sequence[float]) -> None:
+    """Raise AlignmentError for options that do not go with learning, where there is any."""
+    if steps and data is None:
+        raise AlignmentError("learn: expected examples to learn from, found none; add --data FILE")
+    if steps and layers:
+        raise AlignmentError(f"learn: expected all layers, found --layers {layers}; leave one of the two out")
+    if steps and not min(shares):
+        raise AlignmentError("learn: expected models that all count, found a weight of zero; leave that model out")
+
+
+def _split(examples: dict[str, Tensor], learn: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Examples to learn on and to measure on: four fifths and the rest, shuffled and always alike, or none and all."""
+    if not learn:
+        return {}, examples
+    count = len(examples["labels"])
+    if count < 5:
+        raise AlignmentError(f"learn: expected at least 5 examples to learn and measure on, found {count}; add some")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tensor_split([count - count // 5])
+    taught, measured = ({name: tensor[rows] for name, tensor in examples.items()} for rows in order)
+    return taught, measured
+
+
+def _learned_step(
+    console: Console,
+    checkpoint: Checkpoint,
+    model: torch.nn.Module,
+    spec: SymmetrySpec,
+    taught: Sequence[Batch],
+    measured: Sequence[Batch],
+    steps: int,
+) -> Step:
+    """An alignment refined on batches, of models whose parameters are named as a directory's files name them."""
+    table = names_in_memory(checkpoint, model)
+    # Without class counts: the models are merged for what is in this one file, so its shares of the classes count.
+    loss_in_memory = model_loss(model)
+    held = model.state_dict()
+    aside = _examples_in(measured)
+    seen = 0
+
+    def in_memory(params: Params) -> dict[str, Tensor]:
+        whole = {**checkpoint.params, **params}
+        return {name: whole[file].to(held[name]) for name, file in table.items()}
+
+    def loss(params: Params, batch: Batch) -> Tensor:
+        nonlocal seen
+        seen += len(batch["labels"])
+        return loss_in_memory(in_memory(params), batch)
+
+    def step(source: Params, anchor: Params, share: float) -> Alignment:
+        nonlocal seen
+        seen = 0
+        start = align(source, anchor, spec, max_sweeps=1)
+        found = refine(
+            source, anchor, spec, loss, taught, share=share, start=start.transform, steps=steps, validation=taught[:4]
+        )
+        before, after = (
+            score(model, in_memory(weighted_mean([anchor, moved], [1 - share, share])), measured).loss
+            for moved in (start.params, found.alignment.params)
+        )
+        console.print(
+            f"learned: {found.steps} steps, loss {before:.4f} before, {after:.4f} after on the {aside} examples kept "
+            f"aside; saw {seen} examples, {seen / (aside + _examples_in(taught)):.2f} epochs of --data"
+        )
+        return found.alignment
+
+    return step
+
+
+def _examples_in(batches: Sequence[Batch]) -> int:
+    return sum(len(batch["labels"]) for batch in batches)
+
+
+def _score(checkpoint: Checkpoint, params: Mapping[str, Tensor], batches: Sequence[Batch]) -> Score:
+    """Measure a directory's model, with the given parameters, on examples."""
     model = model_with(checkpoint, params)
-    return score(model, dict(model.state_dict()), read_batches(data, model, batch_size))
+    return score(model, dict(model.state_dict()), batches)
 
 
 def _score_parties(
-    checkpoints: Sequence[Checkpoint], common: Common, shares: Sequence[float], data: Path, batch_size: int
+    checkpoints: Sequence[Checkpoint], common: Common, shares: Sequence[float], batches: Sequence[Batch]
 ) -> list[tuple[str, Score | None]]:
     """The scores of every model, where its head is the first one's, and of the plain mean."""
     first = checkpoints[0]
     scores: list[tuple[str, Score | None]] = []
     for checkpoint in checkpoints:
         alike = checkpoint is first or not (common.kept or common.left_out)
-        scored = _score(checkpoint, checkpoint.params, data, batch_size) if alike else None
+        scored = _score(checkpoint, checkpoint.params, batches) if alike else None
         scores.append((str(checkpoint.path), scored))
     plain = first.restored({**first.params, **weighted_mean(common.models, shares)})
-    return [*scores, ("plain mean", _score(first, plain, data, batch_size))]
+    return [*scores, ("plain mean", _score(first, plain, batches))]
 
 
 def _print_differences(console: Console, checkpoints: Sequence[Checkpoint], common: Common) -> None:

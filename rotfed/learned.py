@@ -15,19 +15,18 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rotfed.align import Alignment, align, identity_share
+from rotfed.barrier import Batch, run
 from rotfed.descent import Params, check_finite
 from rotfed.errors import AlignmentError
 from rotfed.mergers import normalised_weights, weighted_mean
 from rotfed.spec import Block, Group, SymmetrySpec, check_is_spec
 from rotfed.transform import Transform, act, identity_transform, to_work
 
-Batch = Mapping[str, Tensor]
 Loss = Callable[[Mapping[str, Tensor], Batch], Tensor]
 
 _MATRICES = ("orthogonal", "centred_orthogonal")
@@ -50,7 +49,7 @@ def model_loss(model: nn.Module, class_counts: Sequence[float] | Tensor | None =
         (logit adjustment, arXiv 2007.07314, eq. 10).
 
     The function takes parameters and a batch, the keyword arguments of the forward pass. It raises AlignmentError
-    where the model gives no loss.
+    where the model gives no loss, SpecError for a batch that the model cannot take.
     """
     log_shares = None
     if class_counts is not None:
@@ -59,8 +58,7 @@ def model_loss(model: nn.Module, class_counts: Sequence[float] | Tensor | None =
         log_shares = (counts / counts.sum()).log()
 
     def loss(params: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        # A state dict holds tied weights under each of their names, so nothing is left for torch to tie.
-        output: Any = torch.func.functional_call(model, dict(params), kwargs=dict(batch), tie_weights=False)
+        output = run(model, params, batch)
         value: Tensor | None = getattr(output, "loss", None)
         if value is None:
             raise AlignmentError(

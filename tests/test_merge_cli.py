@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import rotfed
 from rotfed import checkpoints
+from rotfed.barrier import score
 from rotfed.checks import example_inputs, outputs, relative_change, with_plain_experts
 from rotfed.residual import fold_norms
 from tests.models import EXAMPLES, assert_same
@@ -384,6 +385,83 @@ def test_losses_are_measured_on_examples(
         "merge", *bare, "-o", tmp_path / "no", "--data", data
     )
     assert not (tmp_path / "no").exists()
+
+
+def test_learning_lowers_the_loss_on_examples_kept_aside(tmp_path: Path, generator: torch.Generator) -> None:
+    one, other, third = parties(tmp_path, "vit", "ViTForImageClassification", {}, {}, {})
+    data = examples_of(EXAMPLES["vit"].model("ViTForImageClassification"), tmp_path / "data.safetensors", generator)
+    common = ["merge", one, other, third, "--data", data, "--batch-size", "8"]
+    found = {}
+    learn = ["--learn", "60"]
+    for out, options in (("nearest", ["--anchor", "tree"]), ("learned", learn), ("again", learn)):
+        result = run(*common, "-o", tmp_path / out, *options)
+        assert result.exit_code == 0 and "anchor tree" in result.stdout, result.output
+        loaded = transformers.ViTForImageClassification.from_pretrained(tmp_path / out)
+        found[out] = score(loaded.eval(), loaded.state_dict(), [load_file(data)]).loss
+    assert found["learned"] < 0.9 * found["nearest"]
+    assert_same(weights(tmp_path / "again"), weights(tmp_path / "learned"))
+    steps = re.findall(
+        r"learned: (\d+) steps, loss ([\d.]+) before, ([\d.]+) after on the 8 examples kept aside; "
+        r"saw (\d+) examples, ([\d.]+) epochs of --data\n",
+        result.stdout,
+    )
+    assert len(steps) == 2
+    for taken, before, after, seen, epochs in steps:
+        # Each step sees 8 examples, and so does each batch of the looks at the loss, which are four batches long.
+        assert 45 <= int(taken) <= 60 and 8 * int(taken) < int(seen) <= 8 * (int(taken) + 12)
+        assert float(epochs) == pytest.approx(int(seen) / 40, abs=0.01) and before != after
+    # What was printed for the last alignment is what the model that was written has.
+    assert f"│ merged │ {steps[-1][2]}" in re.sub(" +", " ", result.stdout)
+
+
+def test_learning_that_cannot_be_is_refused(tmp_path: Path, generator: torch.Generator) -> None:
+    one, other = parties(tmp_path, "vit", "ViTForImageClassification", {}, {})
+    data = examples_of(EXAMPLES["vit"].model("ViTForImageClassification"), tmp_path / "data.safetensors", generator)
+    learn = ["merge", one, other, "-o", tmp_path / "no", "--learn", "3"]
+    assert "learn: expected examples to learn from, found none; add --data FILE" in refused(*learn)
+    for wrong, sentence in [
+        (["--anchor", "medoid"], "anchor: expected one of progressive, tree, found 'medoid'"),
+        (["--layers", "0"], "learn: expected all layers, found --layers 0"),
+        (["--weights", "1,0"], "learn: expected models that all count, found a weight of zero"),
+    ]:
+        assert sentence in refused(*learn, "--data", data, *wrong)
+    good = load_file(data)
+    # The one label that is no class is among those to learn on.
+    for odd, sentence in [
+        ({name: tensor[:4].clone() for name, tensor in good.items()}, "learn: expected at least 5 examples"),
+        ({**good, "labels": torch.where(torch.arange(40) == 0, 90, good["labels"])}, "ViTForImageClassification: exp"),
+    ]:
+        save_file(odd, data)
+        assert sentence in refused(*learn, "--data", data, "--batch-size", "8")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("case", ["vit", "gpt2 tied", "llama tied", "llama", "bert tied", "t5", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_learning_finds_the_parameters_in_memory(
+    case: str, dtype: torch.dtype, tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = copies(Path(), case, dtype, 2)
+    data = tmp_path / "data.safetensors"
+    model = getattr(transformers, CASES[case][1]).from_pretrained(paths[0], dtype=torch.float32).eval()
+    tokens = torch.randint(2, 25, (10, 6), generator=generator)
+    if case == "vit":
+        examples_of(model, data, generator)
+    else:
+        save_file({"input_ids": tokens, "labels": tokens.clone()}, data)
+    arguments = ["merge", *paths, "-o", tmp_path / "out", "--learn", "2", "--data", data]
+    if case == "mixtral":
+        assert "experts.gate_up_proj: expected in" in refused(*arguments)
+        return
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    merged = getattr(transformers, CASES[case][1]).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    losses = [score(m, m.state_dict(), [load_file(data)]).loss for m in (model, merged)]
+    # Copies are in one frame from the start, and learning led them nowhere else.
+    assert losses[1] < losses[0] + (1e-3 if dtype == torch.float64 else 1e-2)
+    (printed,) = re.findall(r"learned: 2 steps, loss ([\d.]+) before", result.stdout)
+    assert float(printed) == pytest.approx(float(_row(result.stdout, str(paths[0]))[0]), abs=0.02)
 
 
 def test_the_barrier_between_copies_goes_away(tmp_path: Path, generator: torch.Generator) -> None:
