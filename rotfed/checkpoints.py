@@ -58,6 +58,10 @@ _HARMLESS = {
     "use_cache",
 }
 
+# Models that look up a position's row and use the length of the table for nothing else, so that the first rows of a
+# longer table mean what those of a shorter one do. An image's rows do not: their grid changes with its size.
+_POSITIONS_BY_ROW = {"bert", "camembert", "distilbert", "electra", "gpt2", "roberta", "xlm-roberta"}
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Reading
@@ -151,22 +155,25 @@ def widened(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Common:
-    """What several models share: one mapping a model, all under the first one's names, of equal shapes.
+    """What several models share: one mapping a model, all under the first one's names.
 
-    `kept` are the first model's parameters of which another has none, or one of another shape, and what it has;
-    `left_out` those that only another model has.
+    Shapes are equal but for `uneven`, tables of which another model has the first rows only. `kept` are the first
+    model's parameters of which another has none, or one of another shape, and what it has; `left_out` those that only
+    another model has.
     """
 
     models: list[dict[str, Tensor]]
     kept: Mapping[str, str]
     left_out: Mapping[str, str]
+    uneven: Mapping[str, str]
 
 
 def common_parameters(checkpoints: Sequence[Checkpoint]) -> Common:
     """Match the parameters of several models, which may be named as different versions of transformers name them.
 
-    Task heads, and what else no group acts on and a model may be without, may differ. Raises AlignmentError for
-    models that differ anywhere else, SpecError for one that its own spec does not fit.
+    Task heads, and what else no group acts on and a model may be without, may differ, and so may the lengths of tables
+    whose rows mean the same, the first model's being the longest. Raises AlignmentError for models that differ
+    anywhere else, SpecError for one that its own spec does not fit.
     """
     first, *others = checkpoints
     ours = first.spec.resolve(first.params)
@@ -174,6 +181,7 @@ def common_parameters(checkpoints: Sequence[Checkpoint]) -> Common:
     loose = {*ours.left_alone, *(ours.names[name] for name in optional if name in ours.names)}
     kept: dict[str, str] = {}
     left_out: dict[str, str] = {}
+    uneven: dict[str, str] = {}
     renamed = [first.params]
     for other in others:
         _check_alike(first, other)
@@ -184,13 +192,17 @@ def common_parameters(checkpoints: Sequence[Checkpoint]) -> Common:
             found = str(tuple(params[name].shape)) if name in params else "none"
             if found == str(tuple(expected.shape)):
                 continue
-            if name not in loose:
-                remedy = "one architecture and vocabulary" if name in params else "one version of transformers"
+            difference = f"{tuple(expected.shape)}, {found} in {other.path}"
+            refused = _rows_apart(first, other, name, params[name]) if name in params else "one version of transformers"
+            if not refused:
+                uneven.setdefault(name, difference)
+            elif name not in loose:
                 raise AlignmentError(
                     f"{name}: expected shape {tuple(expected.shape)} as in {first.path}, found {found} in "
-                    f"{other.path}; merge models of {remedy}"
+                    f"{other.path}; merge models of {refused}"
                 )
-            kept.setdefault(name, f"{tuple(expected.shape)}, {found} in {other.path}")
+            else:
+                kept.setdefault(name, difference)
         loose_there = {*theirs.left_alone, *(table[theirs.names[name]] for name in optional if name in theirs.names)}
         for name in params:
             if name not in first.params:
@@ -202,7 +214,45 @@ def common_parameters(checkpoints: Sequence[Checkpoint]) -> Common:
                 left_out.setdefault(name, f"{tuple(params[name].shape)} in {other.path}")
         renamed.append(params)
     shared = [name for name in first.params if name not in kept]
-    return Common([{name: params[name] for name in shared} for params in renamed], kept, left_out)
+    return Common([{name: params[name] for name in shared} for params in renamed], kept, left_out, uneven)
+
+
+def _rows_apart(first: Checkpoint, other: Checkpoint, name: str, found: Tensor) -> str:
+    """Of what to merge models instead, where a parameter of the other model is not the first rows of the first one's.
+
+    That is sure of tables of positions in the architectures above, and of the rows of a vocabulary (of embeddings and
+    of heads) where the two tokenizers give the same token to each row that both have.
+    """
+    expected, two = first.params[name], (first, other)
+    apart = expected.ndim == 0 or found.ndim == 0 or found.shape[1:] != expected.shape[1:]
+    if "position" in name or name.endswith("wpe.weight"):
+        # RoBERTa counts positions from the row after the padding's.
+        paddings = {getattr(checkpoint.config, "pad_token_id", None) for checkpoint in two}
+        if apart or first.spec.model_type not in _POSITIONS_BY_ROW or len(paddings) > 1:
+            return f"one length, for rows of these tables are not sure to mean the same ({first.spec.model_type})"
+    elif apart or [len(expected), len(found)] != [getattr(c.config, "vocab_size", None) for c in two]:
+        return "one architecture and vocabulary"
+    else:
+        rows = min(len(expected), len(found))
+        tokens, others = ({row: t for row, t in _tokens(c.path).items() if row < rows} for c in two)
+        if len(tokens) < rows or tokens != others:
+            return f"one vocabulary, for no tokenizer.json of each gives all first {rows} rows the same tokens"
+    return "" if len(expected) > len(found) else f"such lengths with {other.path} first, which has the longer table"
+
+
+def _tokens(path: Path) -> dict[int, str]:
+    """The token of each row, from a directory's tokenizer.json; empty without one."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+        vocab = table["model"]["vocab"]
+        pairs = vocab.items() if isinstance(vocab, dict) else ((token, row) for row, (token, _) in enumerate(vocab))
+        added = ((entry["content"], entry["id"]) for entry in table["added_tokens"])
+        return {int(row): token for token, row in (*pairs, *added)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise SpecError(f"{file}: expected a tokenizer, found {error!r}; download it again") from error
 
 
 def _check_alike(first: Checkpoint, other: Checkpoint) -> None:

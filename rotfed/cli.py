@@ -44,7 +44,7 @@ from rotfed.checks import check_spec, randomize
 from rotfed.errors import AlignmentError, RotfedError, SpecError
 from rotfed.learned import model_loss, refine
 from rotfed.library import load_spec, read_config, refusing, spec_files, supported_model_types
-from rotfed.mergers import normalised_weights, weighted_mean
+from rotfed.mergers import mean_by_rows, normalised_weights, shared_rows, weighted_mean
 from rotfed.nearest import Nearest, nearest_spec
 from rotfed.residual import fold_norms
 from rotfed.spec import Resolution, SymmetrySpec
@@ -177,6 +177,9 @@ def merge(
         spec, parties, stream = _form(checkpoints, common, residual, chosen)
         console.print(f"{spec.model_type}: {len(models)} models by {spec.source}, anchor {anchor}")
         console.print(stream)
+        if learn and common.uneven:
+            name, shapes = next(iter(common.uneven.items()))
+            raise AlignmentError(f"learn: expected tables of one length, found {name} {shapes}; merge without --learn")
         step, scores, batches = None, [], []
         if data is not None:
             model = model_with(first, first.params)
@@ -187,8 +190,13 @@ def merge(
                 step = _learned_step(console, first, model, spec, batches_of(taught, batch_size), batches, learn)
 
         with _notes(console):
-            aligned = [a.params for a in align_all(parties, spec, anchor, shares, step=step, layers=chosen)]
-        merged = first.restored({**first.params, **weighted_mean(aligned, shares)})
+            found = align_all(shared_rows(parties), spec, anchor, shares, step=step, layers=chosen)
+        # A transform moves all rows of a table, those beyond the ones that it was found on, too.
+        aligned = [
+            alignment.transform.apply(party) if common.uneven else alignment.params
+            for alignment, party in zip(found, parties, strict=True)
+        ]
+        merged = first.restored({**first.params, **mean_by_rows(aligned, shares)})
         _print_distances(console, spec, parties, aligned, shares)
         write_checkpoint(out, merged, first.path)
         console.print(f"wrote {out}")
@@ -220,7 +228,7 @@ def barrier(
         places = line(points)
         checkpoints = [read_checkpoint(one), read_checkpoint(other)]
         common = common_parameters(checkpoints)
-        if differing := [*common.kept.items(), *common.left_out.items()]:
+        if differing := [*common.kept.items(), *common.left_out.items(), *common.uneven.items()]:
             raise AlignmentError(f"{differing[0][0]}: expected alike in both models, found {differing[0][1]}")
         _print_differences(console, checkpoints, common)
         chosen = _numbers("layers", layers, int)
@@ -449,7 +457,7 @@ def _score_parties(
         alike = checkpoint is first or not (common.kept or common.left_out)
         scored = _score(checkpoint, checkpoint.params, batches) if alike else None
         scores.append((str(checkpoint.path), scored))
-    plain = first.restored({**first.params, **weighted_mean(common.models, shares)})
+    plain = first.restored({**first.params, **mean_by_rows(common.models, shares)})
     return [*scores, ("plain mean", _score(first, plain, batches))]
 
 
@@ -458,7 +466,11 @@ def _print_differences(console: Console, checkpoints: Sequence[Checkpoint], comm
     for other in others:
         if settings := other_settings(first, other):
             console.print(f"note: {other.path} has {'; '.join(settings)}; the configuration of {first.path} is used")
-    for title, names in [(f"kept from {first.path}, not merged", common.kept), ("left out", common.left_out)]:
+    for title, names in [
+        (f"kept from {first.path}, not merged", common.kept),
+        ("left out", common.left_out),
+        ("merged row by row, each over the models that have it", common.uneven),
+    ]:
         if names:
             console.print(f"{title}: {', '.join(f'{name} ({what})' for name, what in names.items())}")
 
@@ -470,6 +482,7 @@ def _print_distances(
     after: Sequence[Mapping[str, Tensor]],
     shares: Sequence[float],
 ) -> None:
+    before, after = shared_rows(before), shared_rows(after)
     means = [(models, weighted_mean(models, shares)) for models in (before, after)]
     table = Table("layer", "before", "after", title="distance of the models from their mean, averaged over the models")
     for layer, names in layer_names(spec, before[0]).items():

@@ -74,6 +74,34 @@ def weighted_mean(models: Iterable[Params], weights: Sequence[float] | None = No
     return mean
 
 
+def shared_rows(models: Sequence[Params]) -> list[Params]:
+    """The models without what follows the rows that all have, where tables begin alike and end at different rows."""
+    uneven = {
+        name: min(len(model[name]) for model in models)
+        for name, tensor in models[0].items()
+        if any(model[name].shape != tensor.shape for model in models)
+    }
+    return [{**model, **{name: model[name][:rows] for name, rows in uneven.items()}} for model in models]
+
+
+def mean_by_rows(models: Sequence[Params], weights: Sequence[float]) -> dict[str, Tensor]:
+    """The weighted mean of models in one frame, of each row over those that have it (equal where none of these counts).
+
+    As `weighted_mean` otherwise.
+    """
+    mean = weighted_mean(shared_rows(models), weights)
+    for name, table in mean.items():
+        longer = [
+            ({name: model[name][len(table) :]}, weight)
+            for model, weight in zip(models, weights, strict=True)
+            if table.ndim and len(model[name]) > len(table)
+        ]
+        if longer:
+            tables, shares = zip(*longer, strict=True)
+            mean[name] = torch.cat([table, mean_by_rows(tables, shares if any(shares) else [1] * len(shares))[name]])
+    return mean
+
+
 def restore_type(value: Tensor, dtype: torch.dtype) -> Tensor:
     """A mean computed in floating point as `dtype`: whole numbers rounded, flags by majority."""
     if dtype == torch.bool:

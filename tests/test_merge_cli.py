@@ -237,7 +237,9 @@ def test_another_task_head_leaves_the_first_one_as_it_is(tmp_path: Path) -> None
     ("name", "head", "changes", "where", "expected", "found"),
     [
         ("bert", "BertForMaskedLM", {"vocab_size": 31}, "bert.embeddings.word_embeddings.weight", "shape (30, 12)", 31),
-        ("bert", "BertModel", {"max_position_embeddings": 9}, "embeddings.position_embeddings.weight", "(20, 12)", 9),
+        ("bert", "BertModel", {"max_position_embeddings": 29}, "embeddings.position_embeddings.weight", "(20, 12)", 29),
+        ("vit", "ViTModel", {"image_size": 16}, "embeddings.position_embeddings", "(1, 5, 12)", "(1, 17, 12)"),
+        ("opt", "OPTModel", {"max_position_embeddings": 9}, "decoder.embed_positions.weight", "(22, 12)", 11),
         ("gpt2", "GPT2LMHeadModel", {"n_layer": 1}, "{b}", "layers 2", "found 1"),
         ("llama", "LlamaForCausalLM", {"num_key_value_heads": 4}, "{b}", "kv_heads 2", "found 4"),
         ("llama", "LlamaForCausalLM", {"tie_word_embeddings": True}, "{b}", "tie_word_embeddings False", "found True"),
@@ -255,6 +257,96 @@ def test_models_that_differ_are_refused_by_name_and_shape(
         error
     )
     assert not (tmp_path / "out").exists()
+
+
+def shorten(path: Path, head: str, positions: int = 20, tokens: int = 30) -> None:
+    """Rewrite a directory with the first rows of its tables alone, and a tokenizer for the rest."""
+    model = getattr(transformers, head).from_pretrained(path)
+    config = model.config
+    config.max_position_embeddings, config.vocab_size = positions, tokens
+    short = getattr(transformers, head)(config)
+    rows = {name: t[: len(short.state_dict()[name])] if t.ndim else t for name, t in model.state_dict().items()}
+    short.load_state_dict(rows)
+    short.save_pretrained(path)
+    write_tokenizer(path, [f"token {row}" for row in range(tokens)])
+
+
+def write_tokenizer(path: Path, tokens: list[str], listed: bool = False) -> None:
+    """The file of a fast tokenizer, whose last token was added and whose others are a table or a list with scores."""
+    vocab = [[token, 0.0] for token in tokens[:-1]] if listed else {token: row for row, token in enumerate(tokens[:-1])}
+    table = {"model": {"vocab": vocab}, "added_tokens": [{"id": len(tokens) - 1, "content": tokens[-1]}]}
+    (path / "tokenizer.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize("name", sorted(checkpoints._POSITIONS_BY_ROW))
+def test_the_first_rows_of_a_table_mean_the_same_in_a_longer_one(name: str, generator: torch.Generator) -> None:
+    long, short = EXAMPLES[name].model(), EXAMPLES[name].model(max_position_embeddings=12, vocab_size=25)
+    cut = {n: t[: len(short.state_dict()[n])] if t.ndim else t for n, t in long.state_dict().items()}
+    tables = [n for n, t in cut.items() if t.shape != long.state_dict()[n].shape]
+    assert len(tables) == 2 and any(n.endswith(("position_embeddings.weight", "wpe.weight")) for n in tables)
+    inputs = {"input_ids": torch.randint(2, 25, (3, 9), generator=generator)}
+    assert relative_change(outputs(long, long.state_dict(), inputs), outputs(short, cut, inputs)) < 1e-6
+
+
+@pytest.mark.parametrize("case", ["gpt2 tied", "bert tied"])
+def test_a_longer_table_goes_on_where_the_shorter_ends(case: str, tmp_path: Path, generator: torch.Generator) -> None:
+    name, head, changes, stream = CASES[case]
+    paths = copies(tmp_path, case)
+    for path, positions, tokens in zip(paths, (20, 9, 14), (30, 27, 30), strict=True):
+        shorten(path, head, positions, tokens)
+    result = run("merge", *paths, "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0 and f"residual stream: {stream}" in result.stdout, result.output
+    assert f"(20, 12), (9, 12) in {paths[1]}" in result.stdout.split("each over the models that have it: ")[1]
+    loaded = getattr(transformers, head).from_pretrained(tmp_path / "out").eval()
+    original = EXAMPLES[name].model(head, **changes)
+    # At every position and for every token the copies are one model: those that only the first one knows, too.
+    inputs = {"input_ids": torch.stack([torch.randperm(30, generator=generator)[:20], torch.arange(10, 30)])}
+    expected = outputs(original, original.state_dict(), inputs)
+    assert relative_change(expected, outputs(loaded, loaded.state_dict(), inputs)) < 1e-3
+
+
+def test_each_row_is_the_mean_of_the_models_that_have_it(tmp_path: Path) -> None:
+    head = "BertForMaskedLM"
+    paths = parties(tmp_path, "bert", head, {}, {}, {})
+    for path, positions, tokens in zip(paths, (20, 9, 14), (30, 27, 30), strict=True):
+        shorten(path, head, positions, tokens)
+    options = [*QUICK, "--no-residual", "--weights", "1,2,1"]
+    assert run("merge", *paths, "-o", tmp_path / "out", *options).exit_code == 0
+    one, two, three, merged = (weights(path) for path in (*paths, tmp_path / "out"))
+    table = "bert.embeddings.position_embeddings.weight"
+    rows = [one[table][:9] / 4 + two[table] / 2 + three[table][:9] / 4, (one[table][9:14] + three[table][9:]) / 2]
+    torch.testing.assert_close(merged[table], torch.cat([*rows, one[table][14:]]))
+    for table in ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias"):
+        shared = one[table][:27] / 4 + two[table] / 2 + three[table][:27] / 4
+        torch.testing.assert_close(merged[table], torch.cat([shared, (one[table][27:] + three[table][27:]) / 2]))
+    assert run("merge", *paths, "-o", tmp_path / "first", *QUICK, "--weights", "0,1,0").exit_code == 0
+
+    # What the tokenizers do not vouch for, another order, learning, and a line between the two are refused.
+    backwards = refused("merge", *reversed(paths), "-o", tmp_path / "no")
+    assert "expected shape (14, 12) as in" in backwards or "expected shape (27, 12) as in" in backwards
+    assert "first, which has the longer table" in refused("merge", paths[1], paths[0], "-o", tmp_path / "no")
+    save_file({"input_ids": torch.ones(9, 3).long(), "labels": torch.ones(9, 3).long()}, tmp_path / "data.safetensors")
+    data = ["--data", tmp_path / "data.safetensors"]
+    sentence = (
+        "learn: expected tables of one length, found bert.embeddings.position_embeddings.weight (20, 12), (9, 12)"
+    )
+    assert sentence in refused("merge", *paths, "-o", tmp_path / "no", *data, "--learn", "1")
+    assert "expected alike in both models, found (20, 12), (9, 12)" in refused(
+        "barrier", *paths[:2], "-o", tmp_path / "no", *data
+    )
+    tokens = [f"token {row}" for row in range(27)]
+    write_tokenizer(paths[1], tokens, listed=True)
+    assert run("merge", *paths, "-o", tmp_path / "listed", *options).exit_code == 0
+    sentence = f"found (27, 12) in {paths[1]}; merge models of one vocabulary, for no tokenizer.json of each gives all"
+    for other in (tokens[::-1], tokens[:-1]):
+        write_tokenizer(paths[1], other)
+        assert sentence in refused("merge", *paths, "-o", tmp_path / "no")
+    (paths[1] / "tokenizer.json").write_text("[]")
+    assert "tokenizer.json: expected a tokenizer, found" in refused("merge", *paths, "-o", tmp_path / "no")
+    for path in paths:
+        (path / "tokenizer.json").unlink()
+    assert sentence in refused("merge", *paths, "-o", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
 
 
 def test_settings_that_change_the_function_are_said(tmp_path: Path) -> None:
