@@ -4,8 +4,9 @@ The nearest model is not the one that averages best. By gradient steps on local 
 
     loss(share * T(source) + (1 - share) * anchor)
 
-over the continuous elements of T: rotations, rotary angles, scales. Permutations stay what they are at the start. T is
-an exact element of the groups at every step, so that T(source) computes what the source computes.
+over the continuous elements of T: rotations, rotary angles, scales. Permutations stay what they are at the start: to
+solve them anew between steps cost accuracy on twelve pairs of small ViTs (0.1 and 0.6 points on average). T is an exact
+element of the groups at every step, so that T(source) computes what the source computes.
 
 A rotation is learned as what it adds to the start's: the Cayley map of a skew-symmetric matrix, which reaches every
 rotation without a half turn. With its gradient it takes a quarter of the exponential's time at n = 63, less above.
