@@ -22,7 +22,10 @@ LAYERS = [
     {"flower.party", "flower.strategy"},
     {"flower.multi_party"},
     {"__init__", "flower.__init__"},
-    {"cli"},
+    {"cli.console"},
+    {"cli.form"},
+    {"cli.barrier", "cli.check", "cli.merge"},
+    {"cli.__init__"},
 ]
 HEIGHT = {module: height for height, layer in enumerate(LAYERS) for module in layer}
 

@@ -57,7 +57,7 @@ def test_check_reads_no_weights_unless_asked_to(tmp_path: Path, monkeypatch: pyt
     def read(*_: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("rotfed.cli._load_model", read)
+    monkeypatch.setattr("rotfed.cli.check._load_model", read)
     monkeypatch.setattr("safetensors.safe_open.get_tensor", read, raising=False)
     assert rotfed("check", tmp_path).exit_code == 0
     assert isinstance(rotfed("check", "--run", tmp_path).exception, AssertionError)

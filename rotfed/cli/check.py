@@ -1,0 +1,150 @@
+"""`rotfed check` and `rotfed specs`: what rotfed knows, and whether a model is safe to align."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from rotfed.checkpoints import (
+    load_model,
+    new_model,
+    quiet_transformers,
+    stored_parameters,
+    weight_files,
+    with_tied_head,
+)
+from rotfed.checks import check_spec, randomize
+from rotfed.cli.console import open_console, refusals, refuse
+from rotfed.cli.form import stream_of_spec
+from rotfed.errors import SpecError
+from rotfed.library import load_spec, read_config, refusing, spec_files, supported_model_types
+from rotfed.nearest import nearest_spec
+from rotfed.spec import Resolution, SymmetrySpec
+
+
+def check(
+    model: Annotated[Path, typer.Argument(help="A transformers model directory, or a config.json.")],
+    run: Annotated[bool, typer.Option("--run", help="Load the model and measure that its outputs stay.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random transforms, weights and inputs.")] = 0,
+) -> None:
+    """Say which spec fits a model, and what it may change.
+
+    Reads the configuration and the headers of the safetensors files, no weights. With --run it also runs the model
+    before and after random transforms of every group, with its own weights where the directory has them, else with
+    random ones. Exits with 1 and one sentence where rotfed does not support the model; for an unknown architecture it
+    also says which spec comes closest.
+    """
+    console = open_console()
+    with refusals():
+        stored = stored_parameters(model)
+        try:
+            spec = load_spec(model)
+            resolution = spec.resolve(stored) if stored else None
+        except SpecError as refusal:
+            refuse(refusal, nearest_spec(stored) if stored and _unknown(model) else None)
+        errors = {}
+        weights = "from its headers" if stored else "from its configuration alone"
+        if run:
+            module, weights = _load_model(model, seed)
+            for dtype in (torch.float64, torch.float32):
+                errors[dtype] = check_spec(spec, module, dtype, generator=torch.Generator().manual_seed(seed))
+            resolution = resolution or spec.resolve(module.state_dict())
+        _print_spec(console, spec, resolution, weights)
+        console.print(f"residual stream: {_stream_of(model, stored)}")
+    for dtype, error in errors.items():
+        name = str(dtype).removeprefix("torch.")
+        console.print(f"largest relative change of any output under random transforms, {name}: {error:.1e}")
+    if run:
+        console.print(f"ok: rotfed keeps the function of this {spec.model_type} model")
+    elif stored:
+        console.print("ok: every parameter has its place; --run measures that the outputs stay")
+    else:
+        console.print("ok: the configuration is supported; no safetensors file here to compare with, --run builds one")
+
+
+def specs(
+    family: Annotated[str, typer.Argument(help="A family or a model_type, for its groups; all by default.")] = "",
+) -> None:
+    """List the architectures that rotfed knows, with the groups of each."""
+    console = open_console()
+    quiet_transformers()
+    known = spec_files()
+    chosen = supported_model_types().get(family, family)
+    if chosen and chosen not in known:
+        refuse(SpecError(f"{family}: no such family or model_type; rotfed knows {', '.join(known)}"))
+    for name, data in known.items():
+        if chosen in ("", name):
+            console.print(f"{name}: {', '.join(data['model_type'])}")
+            for group, table in data["groups"].items():
+                each = f" per {', '.join(table['per'])}" if table.get("per") else ""
+                condition = f", when {table['when']}" if "when" in table else ""
+                console.print(f"  {group} ({table['kind']}{each}{condition})")
+            for kinds, model_types in _streams(data).items():
+                console.print(f"  residual stream ({kinds}): {', '.join(model_types)}")
+    if not chosen:
+        console.print(f"{len(supported_model_types())} model types in {len(known)} families")
+
+
+def _stream_of(model: Path, stored: Mapping[str, Tensor]) -> str:
+    """What load_spec(model, residual=True) would do to the residual stream, or why it stays as it is."""
+    try:
+        spec = load_spec(model, residual=True)
+        if stored:
+            spec.resolve(with_tied_head(stored, spec, model), folded=False)
+    except SpecError as refusal:
+        return f"left as it is ({refusal})"
+    return f"known ({stream_of_spec(spec)})"
+
+
+def _streams(data: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The model types of a spec file that know the residual stream, by what is done to it."""
+    found: dict[str, list[str]] = {}
+    for model_type in data["model_type"] if "residual" in data else []:
+        kinds = []
+        for tied in (False, True):
+            with contextlib.suppress(SpecError):
+                config = {"model_type": model_type, "tie_word_embeddings": tied}
+                kinds.append(stream_of_spec(load_spec(config, residual=True)))
+        if kinds:
+            found.setdefault("; with a tied head: ".join(dict.fromkeys(kinds)), []).append(model_type)
+    return found
+
+
+def _unknown(model: Path) -> bool:
+    return read_config(model).get("model_type") not in list(supported_model_types())
+
+
+def _print_spec(console: Console, spec: SymmetrySpec, resolution: Resolution | None, weights: str) -> None:
+    fits = ""
+    if resolution is not None:
+        prefix = f"prefix {resolution.prefix!r}" if resolution.prefix else "no prefix"
+        naming = "" if resolution.naming == "current" else f", names of {resolution.naming}"
+        fits = f" fits {len(resolution.names)} parameters ({prefix}{naming})"
+    console.print(f"{spec.model_type}: {spec.source}{fits}, {weights}")
+    table = Table("group", "kind", "acts on", "elements")
+    for group in spec.groups.values():
+        counts = " x ".join(f"{count} {index}" for index, count in zip(group.per, group.batch, strict=True))
+        vectors = f"{group.axis}, {group.size} long" if group.axis else "everything as one"
+        table.add_row(group.name, group.kind_name, vectors, counts or "1")
+    console.print(table)
+    if resolution is not None and resolution.left_alone:
+        console.print(f"task head, left alone: {', '.join(resolution.left_alone)}")
+
+
+def _load_model(path: Path, seed: int) -> tuple[torch.nn.Module, str]:
+    """The model of a directory with its weights, or a random one of its configuration, and which of the two it is."""
+    if path.is_dir() and (weight_files(path) or any(path.glob("pytorch_model*.bin"))):
+        module, fresh = load_model(path)
+        if not fresh:
+            return module, "its own weights"
+        if not {name for name, _ in module.named_parameters()} <= set(fresh):
+            more = f" and {len(fresh) - 1} more" if len(fresh) > 1 else ""
+            return module, f"its own weights, but a fresh {fresh[0]}{more}, which its files lack"
+    with refusing(f"{path}: expected a model that transformers can build"):
+        return randomize(new_model(path), torch.Generator().manual_seed(seed)), "random weights"
