@@ -102,6 +102,10 @@ class Piece:
         """How the group of a name acts on the block, None where it does not."""
         return next((action for action in self.block.actions if action.group.name == name), None)
 
+    def once(self, name: str) -> bool:
+        """Whether the group of a name acts on one axis alone; on two, its problem is not linear in its element."""
+        return sum(action.group.name == name for action in self.block.actions) == 1
+
     def touched_by(self, names: Iterable[str]) -> bool:
         """Whether any of the groups acts on the block."""
         return any(self.action(name) is not None for name in names)
@@ -249,6 +253,7 @@ class Problem:
         scales = [other for other in inner if self._is_factor(self.spec.groups[other], group)]
         turns = [other for other in inner if other not in scales]
         outer = {name: element for name, element in known.items() if name not in inner and name != group.name}
+        pieces = [piece for piece in pieces if piece.once(group.name)]
         if not pieces:
             return self.identity(group.name)
         if turns:

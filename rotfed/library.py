@@ -42,7 +42,8 @@ _KEYS: dict[str, dict[str, type]] = {
     },
     "groups": {"kind": str, "axis": str, "per": list, "when": str},
     "params": {"axes": str, "when": str, "optional": bool, "stack": str, "naming": str, "head": bool},
-    "residual": {"kind": str, "axes": list, "folds": dict, "head": dict},
+    "residual": {"kind": str, "axes": list, "unit": str, "pooled": str, "folds": dict, "scales": dict, "head": dict},
+    "head": {"axes": str, "pooled": str},
     "refuse": {"when": str, "because": str, "config": dict},
     "examples": {"name": str, "model_type": str, "classes": list, "config": dict},
 }
@@ -139,11 +140,17 @@ def _check_residual(where: str, table: Any, data: Mapping[str, Any]) -> None:
     axes = table.get("axes", ["d_model"])
     if not axes or any(not isinstance(axis, str) or axis not in data["sizes"] for axis in axes):
         raise SpecError(f"{where}.axes: expected names of [sizes], found {axes}")
-    for norm, readers in table["folds"].items():
-        _check_strings(f"{where}.folds: {norm}", readers if isinstance(readers, list) else [readers, None])
-    for param, text in table["head"].items():
-        _check_strings(f"{where}.head: {param}", [text])
-        _check_axes(f"{where}.head: {param}", param, _axes(f"{where}.head: {param}", text), {}, data)
+    for key in ("folds", "scales"):
+        for name, others in table.get(key, {}).items():
+            _check_strings(f"{where}.{key}: {name}", others if isinstance(others, list) else [others, None])
+    for param, value in table["head"].items():
+        place = f"{where}.head: {param}"
+        table["head"][param] = entry = {"axes": value} if isinstance(value, str) else value
+        _check_table(place, entry, "head")
+        if "axes" not in entry:
+            raise SpecError(f"{place}: expected an axis string, or a table with the key 'axes'")
+        for text in entry.values():
+            _check_axes(place, param, _axes(place, text), {}, data)
 
 
 def _axes(where: str, text: str) -> tuple[Axis, ...]:
@@ -288,17 +295,7 @@ def _config_of(source: Any) -> Any:
     if isinstance(source, transformers.PretrainedConfig):
         return source
     if isinstance(source, torch.nn.Module):
-        module = source
-        while not isinstance(getattr(module, "config", None), transformers.PretrainedConfig):
-            # DistributedDataParallel keeps the model in `module`, torch.compile in `_orig_mod`.
-            inner = getattr(module, "module", None) or getattr(module, "_orig_mod", None)
-            if inner is None:
-                raise SpecError(
-                    f"{type(source).__name__}: expected a transformers model, found a module without a 'config'; "
-                    "pass the configuration of the backbone instead"
-                )
-            module = inner
-        return module.config
+        return _unwrapped(source).config
     if isinstance(source, Mapping):
         values = dict(source)
         model_type = values.pop("model_type", None)
@@ -313,6 +310,30 @@ def _config_of(source: Any) -> Any:
     raise SpecError(
         f"expected a transformers configuration, its dict, a model or a directory, found {type(source).__name__}"
     )
+
+
+def _unwrapped(source: torch.nn.Module) -> Any:
+    """The transformers model inside what wraps it."""
+    import transformers
+
+    module: Any = source
+    while not isinstance(getattr(module, "config", None), transformers.PretrainedConfig):
+        # DistributedDataParallel keeps the model in `module`, torch.compile in `_orig_mod`.
+        module = getattr(module, "module", None) or getattr(module, "_orig_mod", None)
+        if module is None:
+            raise SpecError(
+                f"{type(source).__name__}: expected a transformers model, found a module without a 'config'; "
+                "pass the configuration of the backbone instead"
+            )
+    return module
+
+
+def _class_of(source: Any, config: Any) -> str:
+    """The class of a model or of a directory's; empty where only a configuration is known, which many classes share."""
+    if isinstance(source, torch.nn.Module):
+        return type(_unwrapped(source)).__name__
+    names = config.architectures if isinstance(source, str | Path) else None
+    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def _no_spec(model_type: str) -> SpecError:
@@ -339,7 +360,8 @@ def load_spec(source: Any, residual: bool | str = False) -> SymmetrySpec:
     family = supported_model_types()[model_type]
     with refusing(f"{model_type}: expected a configuration of plain values"):
         values = {**config.to_dict(), **{new: getattr(config, new, None) for new in config.attribute_map}}
-    return bind_spec(spec_files()[family], family, model_type, {**values, "model_type": model_type}, residual)
+    values |= {"model_type": model_type, "model_class": _class_of(source, config)}
+    return bind_spec(spec_files()[family], family, model_type, values, residual)
 
 
 def bind_spec(
@@ -355,8 +377,12 @@ def bind_spec(
         if residual is not True and residual != "permutation":
             raise SpecError(f"residual: expected True, False or 'permutation', found {residual!r}")
         kind = kind if residual is True else "permutation"
-        data = with_residual(data, kind, name)
-        remembered = bound_residual(data, kind)
+        unit, pooled = (
+            _evaluate(data["residual"].get(key, default), config, f"{name}: residual.{key}")
+            for key, default in (("unit", "1"), ("pooled", "none"))
+        )
+        data = with_residual(data, kind, _stream_axes(data, config, name), pooled, name)
+        remembered = bound_residual(data, kind, unit)
     for rule in data.get("refuse", []):
         if _evaluate(rule["when"], config, f"{name}: refuse"):
             raise SpecError(f"{model_type}: {rule['because']}")
@@ -403,6 +429,13 @@ def bind_spec(
             if (first := named.setdefault(renamed, entry.name)) != entry.name:
                 raise SpecError(f"{name}: aliases.{naming}: {first} and {entry.name} are both named {renamed}")
     return spec
+
+
+def _stream_axes(data: Mapping[str, Any], config: Mapping[str, Any], where: str) -> list[str]:
+    """The names of the residual stream's axis; one that is of another length here is another space."""
+    axes: list[str] = data["residual"].get("axes", ["d_model"])
+    lengths = [_evaluate(data["sizes"][axis], config, f"{where}: sizes.{axis}") for axis in axes]
+    return [axis for axis, length in zip(axes, lengths, strict=True) if length == lengths[0]]
 
 
 def _outside_in(groups: Mapping[str, Group], where: str) -> dict[str, Group]:

@@ -3,11 +3,12 @@
 Every layer reads the stream through a norm and adds to it. A norm without gain commutes with every rotation of the
 stream (RMSNorm), or with every one that keeps the all-ones direction (LayerNorm); with gain, with permutations only,
 and with changes of sign where no mean is taken off. Gain and bias of a norm can be folded into the layers that read
-it, which changes no output: W' = W diag(gain), b' = b + W bias.
+it, which changes no output: W' = W diag(gain), b' = b + W bias. Where a reader has no bias to take that up, the norm
+keeps bias / gain, which turns with the stream.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from rotfed.axes import parts
 from rotfed.errors import SpecError
-from rotfed.spec import Entry, Residual, SymmetrySpec, check_is_spec, shared_values
+from rotfed.spec import Entry, Residual, SymmetrySpec, check_is_spec, in_layers, shared_values
 from rotfed.transform import to_work
+
+Params = Mapping[str, Tensor]
 
 GROUP, SIGN = "residual", "residual_sign"
 
@@ -28,35 +31,35 @@ _GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def with_residual(data: Mapping[str, Any], kind: Any, where: str) -> dict[str, Any]:
-    """A parsed spec file in which a group of the given kind acts on every axis of the residual stream."""
+def with_residual(
+    data: Mapping[str, Any], kind: Any, axes: Sequence[str], pooled: bool | None, where: str
+) -> dict[str, Any]:
+    """A parsed spec file in which a group of the given kind acts on `axes`, all of the residual stream.
+
+    What reads a pooler and what reads the stream can have one name: `pooled` says which it is, and where it is None
+    neither is known to the spec.
+    """
     if kind not in _GROUPS:
         raise SpecError(f"{where}: residual.kind: expected one of {', '.join(_GROUPS)}, found {kind!r}")
     table = data["residual"]
-    axes = table.get("axes", ["d_model"])
-    axis = axes[0]
     groups = {name: dict(group) for name, group in _GROUPS[kind].items()}
-    groups[GROUP]["axis"] = axis
+    groups[GROUP]["axis"] = axes[0]
     if SIGN in groups:
-        groups[SIGN]["per"] = [axis]
+        groups[SIGN]["per"] = [axes[0]]
     atom = re.compile(rf"(?<![\w*/])({'|'.join(axes)})\b")
-    norms = tuple(f"{name}." for name in table["folds"])
-    params = {}
-    for name, entry in data["params"].items():
-        if name.startswith("pooler."):
-            # What reads a pooler and what reads the stream can have one name: with a pooler the model is refused.
-            continue
-        if not name.startswith(norms):
-            acting = f"{GROUP}*{SIGN}" if SIGN in groups else GROUP
-        elif kind in ("permutation", "signed_permutation"):
-            # A sign acts on the stream and, through the gain, on what leaves the norm: twice is not at all.
-            acting = GROUP
-        else:
-            acting = axis
-        params[name] = {**entry, "axes": atom.sub(acting, entry["axes"])}
-    for name, axes in table["head"].items():
-        acting = f"{GROUP}*{SIGN}" if SIGN in groups else GROUP
-        params[name] = {"axes": atom.sub(acting, axes), "optional": True, "head": True}
+    acting = f"{GROUP}*{SIGN}" if SIGN in groups else GROUP
+    # A sign acts on the stream and, through the gain, on what leaves the norm: twice is not at all.
+    on_gains = GROUP if kind in ("permutation", "signed_permutation") else axes[0]
+    gains = {*(f"{norm}.weight" for norm in table["folds"]), *table.get("scales", {})}
+    params = {
+        name: {**entry, "axes": atom.sub(on_gains if name in gains else acting, entry["axes"])}
+        for name, entry in data["params"].items()
+        if pooled is not None or not name.startswith("pooler.")
+    }
+    for name, entry in table["head"].items():
+        if "pooled" not in entry or pooled is not None:
+            text = entry.get("pooled", entry["axes"]) if pooled else entry["axes"]
+            params[name] = {"axes": atom.sub(acting, text), "optional": True, "head": True}
     return {**data, "groups": {**groups, **data["groups"]}, "params": params}
 
 
@@ -64,11 +67,12 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     """The canonical form of a model for its residual stream, in the same architecture; computes the same.
 
     Parameters: `params`, a mapping from name to tensor; `spec`, from `load_spec(..., residual=True)`. Where the
-    residual stream may be rotated, each norm's gain is folded into the layers that read it and becomes one, its bias
-    becomes zero; under LayerNorm the mean over the stream, which no layer reads, is taken off all that writes to it.
-    Elsewhere the parameters are returned as they are. Computed in float64, returned in the types given; nothing is
-    mutated. Raises SpecError where a layer that reads a norm has no bias to take up the norm's, or where parameters
-    that share their values would no longer.
+    residual stream may be rotated, each norm's gain is folded into the layers that read it and becomes one, and so
+    does its bias, which becomes zero, where each of them has a bias; a layer scale is folded into the layer before it;
+    under LayerNorm the mean over the stream, which no layer reads, is taken off all that writes to it. Elsewhere the
+    parameters are returned as they are. Computed in float64, returned in the types given; nothing is mutated. Raises
+    SpecError where a bias that no layer takes up meets a gain of zero, or where parameters that share their values
+    would no longer.
     """
     check_is_spec(spec)
     if spec.residual is None:
@@ -78,27 +82,40 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
         return dict(params)
     wide = {spec_name: to_work(params[name]).clone() for spec_name, name in resolution.names.items()}
     entries = {name: entry for entry in spec.entries for name in spec.names_of(entry)}
-    for norm, readers in spec.residual.folds.items():
-        for layer in range(spec.num_layers) if "{layer}" in norm else (None,):
-            here = norm.replace("{layer}", str(layer))
-            gain, bias = wide.get(f"{here}.weight"), wide.get(f"{here}.bias")
-            found = [
-                r.replace("{layer}", str(layer))
-                for r in readers
-                if r.replace("{layer}", str(layer)) + ".weight" in wide
-            ]
-            if gain is None:
-                continue
-            for reader in found:
-                name = f"{reader}.weight"
-                _fold(wide, name, f"{reader}.bias", _stream_axis(entries[name]), gain, bias, resolution.names[name])
-            wide[f"{here}.weight"] = torch.ones_like(gain)
-            if bias is not None:
-                wide[f"{here}.bias"] = torch.zeros_like(bias)
+    # The parameters as views that end in the stream's axis, `(..., 1 or more, d_model)`.
+    streams = {
+        name: tensor.movedim(dim, -1).unflatten(-1, (-1, spec.groups[GROUP].size))
+        for name, tensor in wide.items()
+        if name in entries and (dim := _stream_axis(entries[name])) is not None
+    }
+    read = set()
+    for norm, readers in _beside(spec.residual.folds, ".weight", wide, streams, spec.num_layers):
+        gain, shift = wide[f"{norm}.weight"], wide.get(f"{norm}.bias")
+        gain += 1 - spec.residual.unit
+        if shift is not None and bool(shift.any()):
+            if all(f"{reader}.bias" in wide for reader in readers):
+                for reader in readers:
+                    wide[f"{reader}.bias"] += (streams[f"{reader}.weight"] @ shift).sum(-1)
+                shift.zero_()
+            else:
+                shift /= gain
+                read |= {f"{norm}.bias", *(f"{reader}.weight" for reader in readers)}
+                if not bool(shift.isfinite().all()):
+                    raise SpecError(
+                        f"{resolution.names[f'{norm}.weight']}: expected a gain without zeros, found one where the "
+                        "norm has a bias that no layer can take up; this model cannot be folded"
+                    )
+        for reader in readers:
+            streams[f"{reader}.weight"] *= gain
+        gain.fill_(spec.residual.unit)
+    for scale, writers in _beside(spec.residual.scales, "", wide, streams, spec.num_layers):
+        for name in (f"{writer}.{part}" for writer in writers for part in ("weight", "bias")):
+            if name in streams:
+                streams[name] *= wide[scale]
+        wide[scale].fill_(1)
     if spec.residual.centred:
-        for name, tensor in wide.items():
-            if (axis := _stream_axis(entries[name])) is not None:
-                wide[name] = tensor - tensor.mean(axis, keepdim=True)
+        for name in streams.keys() - read:
+            streams[name] -= streams[name].mean(-1, keepdim=True)
     folded = dict(params)
     for spec_name, name in resolution.names.items():
         folded[name] = wide[spec_name].to(device=params[name].device, dtype=params[name].dtype)
@@ -112,20 +129,15 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     return folded
 
 
-def _fold(
-    wide: dict[str, Tensor], weight: str, bias: str, axis: int | None, gain: Tensor, shift: Tensor | None, shown: str
-) -> None:
-    """Fold a norm's gain and shift into one layer that reads it along `axis` of its weight."""
-    if axis is None:
-        raise SpecError(f"{shown}: expected a layer that reads the residual stream; correct the folds of the spec")
-    matrix = wide[weight].movedim(axis, -1)
-    if shift is not None and bool(shift.any()):
-        if bias not in wide:
-            raise SpecError(
-                f"{shown}: expected a bias that can take up the norm's, found none; this model cannot be folded"
-            )
-        wide[bias] = wide[bias] + matrix @ shift
-    wide[weight] = (matrix * gain).movedim(-1, axis)
+def _beside(
+    table: Mapping[str, tuple[str, ...]], ending: str, params: Params, streams: Params, layers: int
+) -> Iterator[tuple[str, list[str]]]:
+    """Each norm or layer scale of a model in every layer, and the layers beside it that meet the stream."""
+    for pattern, others in table.items():
+        for number, name in enumerate(in_layers(pattern, layers)):
+            here = [other.replace("{layer}", str(number)) for other in others]
+            if name + ending in params:
+                yield name, [other for other in here if f"{other}.weight" in streams]
 
 
 def _stream_axis(entry: Entry) -> int | None:
@@ -136,7 +148,10 @@ def _stream_axis(entry: Entry) -> int | None:
     return None
 
 
-def bound_residual(data: Mapping[str, Any], kind: str) -> Residual:
+def bound_residual(data: Mapping[str, Any], kind: str, unit: float) -> Residual:
     """What a bound spec remembers of the residual stream."""
-    folds = {norm: tuple(readers) for norm, readers in data["residual"]["folds"].items()}
-    return Residual(folds, kind in ("orthogonal", "centred_orthogonal"), kind == "centred_orthogonal")
+    folds, scales = (
+        {name: tuple(others) for name, others in data["residual"].get(table, {}).items()}
+        for table in ("folds", "scales")
+    )
+    return Residual(folds, scales, kind in ("orthogonal", "centred_orthogonal"), kind == "centred_orthogonal", unit)

@@ -162,13 +162,23 @@ class Resolution:
 class Residual:
     """How a spec uses the residual stream.
 
-    `folds` maps each norm to the layers that read it. Where the stream may be rotated, models have to be `folded`;
-    `centred` where LayerNorm takes the mean off, too.
+    `folds` maps each norm to the layers that read it, `scales` each layer scale to the layers that it multiplies. Where
+    the stream may be rotated, models have to be `folded`; `centred` where LayerNorm takes the mean off, too. `unit` is
+    the weight of a norm that multiplies by one.
     """
 
     folds: Mapping[str, tuple[str, ...]]
+    scales: Mapping[str, tuple[str, ...]]
     folded: bool
     centred: bool
+    unit: float
+
+    def units(self, layers: int) -> Iterator[tuple[str, float]]:
+        """The parameters that multiply the stream coordinate by coordinate, and what a folded model has there."""
+        values = {**{f"{norm}.weight": self.unit for norm in self.folds}, **dict.fromkeys(self.scales, 1.0)}
+        for name, value in values.items():
+            for here in in_layers(name, layers):
+                yield here, value
 
 
 @dataclass(frozen=True)
@@ -286,6 +296,8 @@ class SymmetrySpec:
                 names[bare] = name
                 known.add(name)
         if inside := [name for name in inside if name not in known]:
+            if self.residual is not None:
+                raise _unknown_reader(inside[0], self.source)
             more = f" (and {len(inside) - 1} more)" if len(inside) > 1 else ""
             raise SpecError(
                 f"{inside[0]}: no entry in {self.source}{more}; the architecture differs from the family's, so rotfed "
@@ -305,10 +317,7 @@ class SymmetrySpec:
         """Refuse a head that may read the residual stream unknown to the spec, a missing one, and unfolded norms."""
         assert self.residual is not None
         if left_alone:
-            raise SpecError(
-                f"{left_alone[0]}: no entry in [residual.head] of {self.source}, so it may read the residual stream; "
-                "load the spec without residual=True, or add an entry"
-            )
+            raise _unknown_reader(left_alone[0], self.source)
         heads = [entry.name for entry in self.entries if entry.head]
         if not any(name in names for name in heads):
             raise SpecError(
@@ -317,15 +326,12 @@ class SymmetrySpec:
             )
         if not (folded and self.residual.folded):
             return
-        for norm in self.residual.folds:
-            for layer in range(self.num_layers) if "{layer}" in norm else (None,):
-                here = norm.replace("{layer}", str(layer))
-                for name, value in ((f"{here}.weight", 1), (f"{here}.bias", 0)):
-                    if name in names and not params[names[name]].is_meta and bool((params[names[name]] != value).any()):
-                        raise SpecError(
-                            f"{names[name]}: expected a norm that is folded into the layers that read it; pass "
-                            "rotfed.fold_norms(params, spec), which computes the same"
-                        )
+        for name, value in self.residual.units(self.num_layers):
+            if name in names and not params[names[name]].is_meta and bool((params[names[name]] != value).any()):
+                raise SpecError(
+                    f"{names[name]}: expected a gain that is folded into the layers beside it; pass "
+                    "rotfed.fold_norms(params, spec), which computes the same"
+                )
 
     def locate(self, params: Mapping[str, Tensor]) -> tuple[str, str]:
         """The prefix and the naming under which most of the spec's parameters are found in `params`."""
@@ -463,7 +469,7 @@ class SymmetrySpec:
 
     def _actions(self, atoms: tuple[Atom, ...], shape: tuple[int, ...]) -> tuple[Action, ...]:
         axes = [self.groups[atom.name].axis if atom.name in self.groups else atom.name for atom in atoms]
-        found: dict[str, Action] = {}
+        found: list[Action] = []
         for position, atom in enumerate(atoms):
             own = [(atom.name, False)] if atom.name in self.groups else []
             for group_name, dual in [*own, *atom.actions]:
@@ -473,13 +479,25 @@ class SymmetrySpec:
                 rest = [i for i in range(len(shape)) if i not in acted]
                 columns = math.prod(shape[i] for i in rest)
                 unfolded = (*(shape[i] for i in batch), group.size, columns)
-                found[group_name] = Action(group, dual, (*acted, *rest), unfolded)
-        return tuple(found[name] for name in self.groups if name in found)
+                found.append(Action(group, dual, (*acted, *rest), unfolded))
+        return tuple(action for name in self.groups for action in found if action.group.name == name)
 
 
 def acting_groups(part: tuple[Atom, ...], groups: Collection[str]) -> set[str]:
     """The names of the groups that act on a part of a parameter, directly or by their dual."""
     return {atom.name for atom in part if atom.name in groups} | {g for atom in part for g, _ in atom.actions}
+
+
+def _unknown_reader(name: str, source: str) -> SpecError:
+    return SpecError(
+        f"{name}: no entry in {source} for this class of model, so it may read the residual stream, or what does; pass "
+        "load_spec the model itself rather than its configuration, load the spec without residual=True, or add an entry"
+    )
+
+
+def in_layers(name: str, layers: int) -> list[str]:
+    """The names that a name stands for: one in each layer, or itself."""
+    return [name.replace("{layer}", str(layer)) for layer in range(layers)] if "{layer}" in name else [name]
 
 
 def _adapter(name: str) -> SpecError:

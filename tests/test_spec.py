@@ -111,7 +111,7 @@ RESIDUAL = "[residual]\nkind = 'none'\n"
         ("[sizes]", "[residual]\nkind = 'none'\n[sizes]", "residual: expected the keys folds, head"),
         ("[sizes]", f"{RESIDUAL}axes = ['x']\nhead = {{}}\nfolds = {{}}\n[sizes]", "residual.axes: expected names"),
         ("[sizes]", f"{RESIDUAL}head = {{}}\nfolds = {{ a = 'b' }}\n[sizes]", "residual.folds: a: expected"),
-        ("[sizes]", f"{RESIDUAL}folds = {{}}\nhead = {{ a = 3 }}\n[sizes]", "residual.head: a: expected strings"),
+        ("[sizes]", f"{RESIDUAL}folds = {{}}\nhead = {{ a = 3 }}\n[sizes]", "residual.head: a: expected a table"),
         ("[sizes]", f"{RESIDUAL}folds = {{}}\nhead = {{ a = 'x' }}\n[sizes]", "residual.head: a: 'x' is neither"),
         ("[sizes]", f"x = {'[' * 5000}", "expected TOML"),
         ("[sizes]", f"x = {'9' * 5000}\n[sizes]", "expected TOML"),
