@@ -167,14 +167,16 @@ def test_the_residual_stream_is_shown(tmp_path: Path) -> None:
         ("vit", "ViTForImageClassification", "known (centred_orthogonal; norms folded into the layers that read them)"),
         ("vit", "ViTModel", "left as it is (pooler.dense.bias: no entry"),
         ("gpt2", "GPT2LMHeadModel", "known (permutation)"),
-        ("bert", "BertModel", "left as it is (bert: specs/bert.toml does not know the residual stream"),
+        ("bert", "BertModel", "left as it is (pooler.dense.bias: no entry in specs/bert.toml for this class of model"),
+        ("bert", "BertForMaskedLM", "known (permutation)"),
+        ("bloom", "BloomForCausalLM", "left as it is (bloom: specs/bloom.toml does not know the residual stream"),
     ]:
         EXAMPLES[name].model(head).save_pretrained(tmp_path / head)
         assert f"residual stream: {shown}" in rotfed("check", tmp_path / head).stdout
     listed = rotfed("specs", "bert").stdout
-    assert "  residual stream (permutation): roberta, xlm-roberta, camembert" in listed.splitlines()
+    assert "residual stream (permutation): bert, roberta, electra, xlm-roberta, camembert" in " ".join(listed.split())
     assert "residual stream (orthogonal; norms folded" in rotfed("specs", "llama").stdout
-    assert "residual stream" not in rotfed("specs", "t5").stdout
+    assert "residual stream" not in rotfed("specs", "bloom").stdout
 
 
 def test_specs_lists_every_type_with_its_groups() -> None:
