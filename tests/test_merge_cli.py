@@ -29,7 +29,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "llama": ("llama", "LlamaForCausalLM", {"tie_word_embeddings": False}, "aligned (orthogonal; norms folded"),
     "bert": ("bert", "BertForSequenceClassification", {}, "aligned (permutation)"),
     "bert tied": ("bert", "BertForMaskedLM", {}, "aligned (permutation)"),
-    "bert bare": ("bert", "BertModel", {}, "left as it is (pooler.dense.bias: no entry in specs/bert.toml for this class"),
+    "bert bare": (
+        "bert",
+        "BertModel",
+        {},
+        "left as it is (pooler.dense.bias: no entry in specs/bert.toml for",
+    ),
     "t5": ("t5", "T5ForConditionalGeneration", {}, "left as it is (t5: specs/t5.toml does not know"),
     "mixtral": ("mixtral", "MixtralForCausalLM", {}, "left as it is (mixtral: specs/mixtral.toml does not know"),
 }
