@@ -136,7 +136,7 @@ def _check_together(settings: Settings) -> None:
         )
     if settings.start == "parties" and settings.task == "text":
         raise ConfigError(
-            "run config start = 'parties' needs a model whose residual stream can be rotated, and 'bert-small' is none; "
+            "run config start = 'parties' needs a model whose residual stream can rotate, and 'bert-small' is none; "
             "use task = 'image', or start = 'different'"
         )
 
