@@ -42,7 +42,16 @@ _KEYS: dict[str, dict[str, type]] = {
     },
     "groups": {"kind": str, "axis": str, "per": list, "when": str},
     "params": {"axes": str, "when": str, "optional": bool, "stack": str, "naming": str, "head": bool},
-    "residual": {"kind": str, "axes": list, "unit": str, "pooled": str, "folds": dict, "scales": dict, "head": dict},
+    "residual": {
+        "kind": str,
+        "axes": list,
+        "unit": str,
+        "pooled": str,
+        "shared": bool,
+        "folds": dict,
+        "scales": dict,
+        "head": dict,
+    },
     "head": {"axes": str, "pooled": str},
     "refuse": {"when": str, "because": str, "config": dict},
     "examples": {"name": str, "model_type": str, "classes": list, "config": dict},
@@ -390,10 +399,10 @@ def bind_spec(
     odd = not isinstance(stacks, list | range) or any(not isinstance(key, str | int | None) for key in stacks)
     if odd or len({str(key) for key in stacks}) < len(stacks):
         raise SpecError(f"{name}: stacks: expected a list of names or numbers, each once, found {stacks!r}")
-    bound = {stack: _Stack(data, name, config, stack) for stack in stacks}
+    shared = _Stack(data, name, config, None)
+    bound = {stack: shared if stack is None else _Stack(data, name, config, stack, shared.groups) for stack in stacks}
     if not any(stack.layers for stack in bound.values()):
         raise SpecError(f"{model_type}: expected at least one layer, found none ({data['layers']} in {name})")
-    shared = bound[None] if None in bound else _Stack(data, name, config, None)
     entries: list[Entry] = []
     aliases: dict[str, dict[str, str]] = {naming: {} for naming in data.get("aliases", {})}
     for param, table in data["params"].items():
@@ -410,7 +419,7 @@ def bind_spec(
         for new, old in renames.items():
             for stack in bound if "{stack}" in new else [None]:
                 aliases[naming][new.replace("{stack}", str(stack))] = old.replace("{stack}", str(stack))
-    unordered = {group.name: group for stack in bound.values() for group in stack.groups.values()}
+    unordered = {group.name: group for stack in (shared, *bound.values()) for group in stack.groups.values()}
     spec = SymmetrySpec(
         family,
         model_type,
@@ -453,7 +462,14 @@ def _outside_in(groups: Mapping[str, Group], where: str) -> dict[str, Group]:
 class _Stack:
     """One stack of layers of a spec that is being bound: its sizes and groups, and the entries that speak of it."""
 
-    def __init__(self, data: Mapping[str, Any], where: str, config: Mapping[str, Any], key: Any) -> None:
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        where: str,
+        config: Mapping[str, Any],
+        key: Any,
+        shared: Mapping[str, Group] | None = None,
+    ) -> None:
         self.key = key
         self.where = where
         self.config = config if key is None else {**config, "stack": key}
@@ -466,7 +482,8 @@ class _Stack:
             for axis, expression in data["sizes"].items()
             if not (outside and re.search(r"\bstack\b", str(expression)))
         }
-        self.groups = {} if outside else self._groups(data)
+        own = {name: table for name, table in data["groups"].items() if single or bool(table.get("shared")) == outside}
+        self.groups = {**(shared or {}), **self._groups(own, data)}
         self.axis_of_group = {group: _axis_of(group, data) for group in data["groups"]}
 
     def qualified(self, name: str) -> str:
@@ -484,9 +501,9 @@ class _Stack:
             raise SpecError(f"{self.where}: {what}: expected at most {most:,}, found {value:,} ({expression})")
         return value
 
-    def _groups(self, data: Mapping[str, Any]) -> dict[str, Group]:
+    def _groups(self, tables: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Group]:
         groups = {}
-        for name, table in data["groups"].items():
+        for name, table in tables.items():
             if not _evaluate(table.get("when", "true"), self.config, f"{self.where}: groups.{name}"):
                 continue
             per = tuple(table.get("per", []))
@@ -507,11 +524,11 @@ class _Stack:
 
     def _bound_atom(self, atom: Atom, where: str) -> Atom:
         """An atom in the names of the bound spec; a group that does not apply leaves its axis."""
-        actions = tuple((self.qualified(name), dual) for name, dual in atom.actions if name in self.groups)
+        actions = tuple((self.groups[name].name, dual) for name, dual in atom.actions if name in self.groups)
         if atom.name == "_" or atom.name.isdigit():
             return Atom(atom.name, actions)
         if atom.name in self.groups:
-            return Atom(self.qualified(atom.name), actions)
+            return Atom(self.groups[atom.name].name, actions)
         name = self.axis_of_group.get(atom.name) or atom.name
         if name not in self.sizes:
             raise SpecError(f"{where}: {atom.name} differs by stack, but the parameter belongs to none; state 'stack'")

@@ -42,7 +42,7 @@ def with_residual(
     if kind not in _GROUPS:
         raise SpecError(f"{where}: residual.kind: expected one of {', '.join(_GROUPS)}, found {kind!r}")
     table = data["residual"]
-    groups = {name: dict(group) for name, group in _GROUPS[kind].items()}
+    groups = {name: {**group, "shared": table.get("shared", False)} for name, group in _GROUPS[kind].items()}
     groups[GROUP]["axis"] = axes[0]
     if SIGN in groups:
         groups[SIGN]["per"] = [axes[0]]

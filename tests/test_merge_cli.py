@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {},
         "left as it is (pooler.dense.bias: no entry in specs/bert.toml for",
     ),
-    "t5": ("t5", "T5ForConditionalGeneration", {}, "left as it is (t5: specs/t5.toml does not know"),
+    "t5": ("t5", "T5ForConditionalGeneration", {}, "aligned (permutation, sign)"),
     "mixtral": ("mixtral", "MixtralForCausalLM", {}, "left as it is (mixtral: specs/mixtral.toml does not know"),
 }
 
