@@ -338,11 +338,17 @@ def _unwrapped(source: torch.nn.Module) -> Any:
 
 
 def _class_of(source: Any, config: Any) -> str:
-    """The class of a model or of a directory's; empty where only a configuration is known, which many classes share."""
+    """The class of transformers that a model or a directory's model is of; empty where that is not known.
+
+    A configuration alone may belong to any class, and what a class from elsewhere does with its head nobody can tell.
+    """
+    import transformers
+
     if isinstance(source, torch.nn.Module):
-        return type(_unwrapped(source)).__name__
+        known = (c for c in type(_unwrapped(source)).__mro__ if c.__module__.startswith("transformers."))
+        return next((c.__name__ for c in known), "")
     names = config.architectures if isinstance(source, str | Path) else None
-    return str(names[0]) if isinstance(names, list) and names else ""
+    return str(names[0]) if isinstance(names, list) and names and hasattr(transformers, str(names[0])) else ""
 
 
 def _no_spec(model_type: str) -> SpecError:

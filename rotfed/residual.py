@@ -90,6 +90,11 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     }
     read = set()
     for norm, readers in _beside(spec.residual.folds, ".weight", wide, streams, spec.num_layers):
+        if not readers:
+            raise SpecError(
+                f"{resolution.names[f'{norm}.weight']}: expected a layer that reads this norm, found none; add it to "
+                f"the folds of {spec.source}, or load the spec without residual=True"
+            )
         gain, shift = wide[f"{norm}.weight"], wide.get(f"{norm}.bias")
         gain += 1 - spec.residual.unit
         if shift is not None and bool(shift.any()):

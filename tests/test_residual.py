@@ -251,9 +251,19 @@ def test_what_a_classifier_reads_is_known_by_the_class(tmp_path: Path, generator
         other = unsettling_transform(rotfed.load_spec(source, residual=True), generator).apply(theta)
         own, expected = ({name: params[name] for name in words.state_dict()} for params in (other, theta))
         assert change(words, expected, own, inputs_of(words, generator)) <= 1e-12
-    for model in (words, pooled):
-        with pytest.raises(rotfed.SpecError, match=r"for this class of model.*pass load_spec the model itself"):
-            fold_norms(model.state_dict(), rotfed.load_spec(model.config, residual=True))
+    own_class = type("OwnForTokenClassification", (transformers.BertPreTrainedModel,), {})(words.config)
+    for source in (words.config, own_class):
+        for model in (words, pooled):
+            with pytest.raises(rotfed.SpecError, match=r"for this class of model.*pass load_spec the model itself"):
+                fold_norms(model.state_dict(), rotfed.load_spec(source, residual=True))
+
+
+def test_a_gain_that_no_layer_takes_up_is_refused() -> None:
+    _, spec, theta = built("llama")
+    assert spec.residual is not None
+    unread = dataclasses.replace(spec.residual, folds={**spec.residual.folds, "norm": ()})
+    with pytest.raises(rotfed.SpecError, match=r"model\.norm\.weight: expected a layer that reads this norm"):
+        fold_norms(theta, dataclasses.replace(spec, residual=unread))
 
 
 def test_a_bias_that_no_layer_takes_up_stays_in_its_norm() -> None:
