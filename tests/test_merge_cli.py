@@ -36,7 +36,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "left as it is (pooler.dense.bias: no entry in specs/bert.toml for",
     ),
     "t5": ("t5", "T5ForConditionalGeneration", {}, "aligned (permutation, sign)"),
-    "mixtral": ("mixtral", "MixtralForCausalLM", {}, "left as it is (mixtral: specs/mixtral.toml does not know"),
+    "mixtral": ("mixtral", "MixtralForCausalLM", {}, "aligned (permutation, sign)"),
+    "bloom": ("bloom", "BloomForCausalLM", {}, "left as it is (bloom: specs/bloom.toml does not know"),
 }
 
 DOCS = Path(__file__).parents[1] / "docs"
