@@ -71,7 +71,7 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     does its bias, which becomes zero, where each of them has a bias; a layer scale is folded into the layer before it;
     under LayerNorm the mean over the stream, which no layer reads, is taken off all that writes to it. Elsewhere the
     parameters are returned as they are. Computed in float64, returned in the types given; nothing is mutated. Raises
-    SpecError where a bias that no layer takes up meets a gain of zero, or where parameters that share their values
+    SpecError where a bias that no layer takes up meets a gain near zero, or where parameters that share their values
     would no longer.
     """
     check_is_spec(spec)
@@ -105,9 +105,9 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
             else:
                 shift /= gain
                 read |= {f"{norm}.bias", *(f"{reader}.weight" for reader in readers)}
-                if not bool(shift.isfinite().all()):
+                if not bool(shift.to(params[resolution.names[f"{norm}.bias"]].dtype).isfinite().all()):
                     raise SpecError(
-                        f"{resolution.names[f'{norm}.weight']}: expected a gain without zeros, found one where the "
+                        f"{resolution.names[f'{norm}.weight']}: expected a gain not near zero, found one where the "
                         "norm has a bias that no layer can take up; this model cannot be folded"
                     )
         for reader in readers:

@@ -285,9 +285,10 @@ def test_a_bias_that_no_layer_takes_up_stays_in_its_norm() -> None:
     folded = fold_norms(theta, spec)
     assert_recovers({"": folded[f"{norm}.bias"]}, {"": theta[f"{norm}.bias"] / theta[f"{norm}.weight"]}, 1e-12)
     assert not folded["gpt_neox.layers.0.input_layernorm.bias"].any()
-    theta[f"{norm}.weight"][3] = 0
-    with pytest.raises(rotfed.SpecError, match=r"final_layer_norm\.weight: expected a gain without zeros"):
-        fold_norms(theta, spec)
+    for gain, dtype in ((0.0, torch.float64), (1e-7, torch.float16)):
+        theta[f"{norm}.weight"][3] = gain
+        with pytest.raises(rotfed.SpecError, match=r"final_layer_norm\.weight: expected a gain not near zero"):
+            fold_norms({name: tensor.to(dtype) for name, tensor in theta.items()}, spec)
 
 
 @pytest.mark.parametrize("case", ["vit", "llama"])
