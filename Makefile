@@ -1,6 +1,7 @@
 # make demo   FedAvg against RotFedAvg on Flower's simulation engine: a table, a picture, one results file
 # make test   the tests
 # make architectures   measure every architecture and renew docs/architectures.md (a minute)
+# make merging ARGS="--images ... --plays ..."   merge parties' own models by every method; docs/merging-results.md (hours)
 # make lint   style and types
 # make clean  remove .venv and caches
 # Each sets up .venv first where it is missing or older than what it is made from.
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test architectures lint clean
+.PHONY: demo test architectures merging lint clean
 
 demo: $(READY)
 	@$(BIN)/python -m simulations.demo $(ARGS)
@@ -20,6 +21,9 @@ test: $(READY)
 
 architectures: $(READY)
 	@$(BIN)/python -m simulations.architectures $(ARGS)
+
+merging: $(READY)
+	@$(BIN)/python -m simulations.merging $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -12,12 +12,19 @@ from rotfed.examples import examples
 from rotfed.flower import RotFedAvg
 from rotfed.library import parse_spec_file, spec_files, supported_model_types
 from simulations.architectures import FOLDER, measure, page
+from simulations.merging.page import page as merging_page
 
 RESULTS = json.loads((FOLDER / "architectures.json").read_text())
 
 
 def test_the_table_is_what_was_measured() -> None:
     assert (FOLDER / "architectures.md").read_text() == page(RESULTS)
+
+
+def test_the_page_on_merging_is_what_was_measured() -> None:
+    results = json.loads((FOLDER / "merging.json").read_text())
+    assert {result["part"] for result in results["results"]} == {"vision", "skewed", "language"}
+    assert (FOLDER / "merging-results.md").read_text() == merging_page(results)
 
 
 def test_every_example_was_measured_and_lies_within_the_tolerance() -> None:
