@@ -91,7 +91,7 @@ def _skewed(results: Sequence[Result]) -> list[str]:
         )
         + ". Accuracy of the merged model by seed, points above the best party, and traffic in models' worth of bytes "
         f"(one is {size / 1e6:.2f} MB; where none is given, each party sends its model once). Labelled: the images "
-        f"that a party still has to learn from. Together: {skewed.ROUNDS} rounds, {skewed.LOCAL_STEPS} steps a party.",
+        f"that a party still has to learn from. Together: {skewed.ROUNDS} rounds.",
         "",
         _row(["method", "labelled", *(f"seed {seed}" for seed in seeds), "above the best party", "traffic"]),
         _row(["---"] * (len(seeds) + 4)),
@@ -126,9 +126,9 @@ def _language(results: Sequence[Result]) -> list[str]:
         "## Between two language models",
         "",
         f"{language.MODELS} small Llamas (three layers of width 64, four query heads on two key heads) on "
-        f"Shakespeare's plays, character by character, {language.STEPS:,} steps each from an initialisation of its own; "
-        f"losses on held-out text are {min(ends):.3f} to {max(ends):.3f} nats. The barrier is how far the loss rises above the "
-        "straight line between two models, in nats: mean over the pairs (lowest to highest, number). The cost is CPU "
+        f"Shakespeare's plays, by characters, {language.STEPS:,} steps each from an initialisation of its own; "
+        f"losses on held-out text are {min(ends):.3f} to {max(ends):.3f} nats. The barrier is how far the loss rises "
+        "above the straight line between two models, in nats: mean over the pairs (lowest to highest, number). The cost is CPU "
         "time as a share of one model's training.",
         "",
         _row(["method", "barrier", "loss half-way", "cost"]),

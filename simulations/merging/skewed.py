@@ -28,13 +28,13 @@ from simulations.merging.methods import LEARNED, data_free
 from simulations.merging.parties import Images, Params, Party, accuracy, new_vit, train, train_parties
 
 PARTIES, ALPHA = 4, 0.5
-LABELLED = (None, 256, 64)
-"""Labelled images a party: all of its own, or so many of them."""
+LABELLED = {None: 120, 256: 60, 64: 60}
+"""Labelled images a party, None for all of its own; and its steps in each round of an alignment trained together."""
 
-ROUNDS, LOCAL_STEPS, LEARNING_RATE = 10, 120, 0.12
-FEDERATED_ROUNDS, FEDERATED_STEPS = 6, (60, 200)
+ROUNDS, LEARNING_RATE = 10, 0.12
+FEDERATED_ROUNDS, FEDERATED_STEPS = 5, (60, 150)
 TUNED = "fine-tuning the best party's model on pooled images (rate and length chosen on the test set)"
-FINE_TUNING = [(rate, steps) for rate in (1e-4, 3e-4, 1e-3) for steps in (20, 60, 200, 600)]
+FINE_TUNING = [(rate, steps) for rate in (1e-4, 3e-4, 1e-3) for steps in (60, 300)]
 
 
 def rows_of(images: Images, seed: int) -> list[Tensor]:
@@ -131,7 +131,7 @@ def _grid(
         number = partition(context)
         rate = LEARNING_RATE * (1 - (server_round - 1) / ROUNDS)
         batches = images.batches(rows[number], seed=server_round)
-        return lambda alignment: alignment.train(loss(number), batches, rate, LOCAL_STEPS, decay=False)
+        return lambda alignment: alignment.train(loss(number), batches, rate, LABELLED[labelled], decay=False)
 
     @app.train()
     def train_own(message: Message, context: Context) -> Message:
