@@ -128,8 +128,8 @@ def _language(results: Sequence[Result]) -> list[str]:
         f"{language.MODELS} small Llamas (three layers of width 64, four query heads on two key heads) on "
         f"Shakespeare's plays, by characters, {language.STEPS:,} steps each from an initialisation of its own; "
         f"losses on held-out text are {min(ends):.3f} to {max(ends):.3f} nats. The barrier is how far the loss rises "
-        "above the straight line between two models, in nats: mean over the pairs (lowest to highest, number). The cost is CPU "
-        "time as a share of one model's training.",
+        "above the straight line between two models, in nats: mean over the pairs (lowest to highest, number). The "
+        "cost is CPU time as a share of one model's training.",
         "",
         _row(["method", "barrier", "loss half-way", "cost"]),
         _row(["---"] * 4),
