@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,26 @@ def test_the_page_on_merging_is_what_was_measured() -> None:
     results = json.loads((FOLDER / "merging.json").read_text())
     assert {result["part"] for result in results["results"]} == {"vision", "skewed", "language"}
     assert (FOLDER / "merging-results.md").read_text() == merging_page(results)
+
+
+def test_the_readme_shows_what_merging_measured() -> None:
+    results = json.loads((FOLDER / "merging.json").read_text())["results"]
+    names = {"rotfed, by weights alone": "rotfed", "rotfed, learned": "rotfed, learned"}
+    table = re.search(
+        r"\| small ViTs on .*?\n\|---.*?\n(.*?)\n\n", (FOLDER.parent / "README.md").read_text(), re.DOTALL
+    )
+    assert table
+    for line in table[1].splitlines():
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        method = names.get(label.split(":")[0], label)
+        for parties, cell in zip((2, 4, 8), cells, strict=True):
+            wanted = f"{method}, tree" if parties > 2 and method.startswith("rotfed") else method
+            shares = [
+                r["share"]
+                for r in results
+                if r["part"] == "vision" and r["method"] == wanted and len(r["members"]) == parties
+            ]
+            assert f"{mean(shares):.2f}" == cell, (label, parties)
 
 
 def test_every_example_was_measured_and_lies_within_the_tolerance() -> None:
