@@ -8,11 +8,11 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
 from rotfed.align import align, check_options
-from rotfed.errors import RecordError, SpecError
+from rotfed.errors import AlignmentError, RecordError, SpecError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import match_params
 from rotfed.residual import fold_norms
-from rotfed.spec import SymmetrySpec
+from rotfed.spec import SymmetrySpec, check_is_spec
 
 # The records in which Flower's legacy API (NumPyClient, SecAgg+) carries what it sends out and gets back.
 _LEGACY_SENT, _LEGACY_RETURNED = "fitins.parameters", "fitres.parameters"
@@ -31,6 +31,28 @@ def refuse_folding(spec: SymmetrySpec) -> None:
 def folded(params: Mapping[str, Tensor], spec: SymmetrySpec) -> Mapping[str, Tensor]:
     """Parameters as `spec` needs them: with folded norms where it has the residual stream."""
     return fold_norms(params, spec) if spec.residual else params
+
+
+def align_options(
+    spec: SymmetrySpec,
+    groups: Iterable[str] | None,
+    layers: Iterable[int] | None,
+    proper: bool,
+    strength: float,
+    max_sweeps: int,
+) -> dict[str, Any]:
+    """The options of `rotfed.align` as keywords, checked. Raises RotfedError for those that no alignment can take."""
+    check_is_spec(spec)
+    check_options(strength, max_sweeps)
+    if not isinstance(proper, bool):
+        raise AlignmentError(f"proper: expected True or False, found {proper!r}")
+    return {
+        "groups": spec.select_groups(groups),
+        "layers": spec.select_layers(layers),
+        "proper": proper,
+        "strength": strength,
+        "max_sweeps": max_sweeps,
+    }
 
 
 def align_mod(
@@ -56,16 +78,9 @@ def align_mod(
     `[secaggplus_mod, align_mod(spec, names=...)]`. Raises a RotfedError inside the client, which reaches the server as
     that client's error, where the trained model cannot be aligned.
     """
+    options = align_options(spec, groups, layers, proper, strength, max_sweeps)
     if not own_models:
         refuse_folding(spec)
-    check_options(strength, max_sweeps)
-    options: dict[str, Any] = {
-        "groups": spec.select_groups(groups),
-        "layers": spec.select_layers(layers),
-        "proper": proper,
-        "strength": strength,
-        "max_sweeps": max_sweeps,
-    }
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if message.metadata.message_type.split(".")[0] != "train" or not message.content.array_records:

@@ -1,5 +1,6 @@
 """One start out of several parties' own models, for the ordinary rounds of any Flower strategy."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,17 +8,18 @@ from dataclasses import asdict, dataclass, field
 from logging import INFO, WARNING
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
-from rotfed.align import Alignment, align, check_options
+from rotfed.align import Alignment, align
 from rotfed.anchors import align_all, chosen_anchor
-from rotfed.descent import Params, check_finite
-from rotfed.errors import AlignmentError, RecordError, RotfedError, SpecError
-from rotfed.flower.mods import folded
+from rotfed.descent import Anchor, Params
+from rotfed.errors import AlignmentError, RecordError, RotfedError
+from rotfed.flower.mods import align_options, folded
 from rotfed.flower.party import (
     ALIGN,
     DESCEND,
@@ -31,23 +33,37 @@ from rotfed.flower.party import (
     write_options,
 )
 from rotfed.flower.records import to_record, to_state_dict
-from rotfed.flower.replies import Received, Usable, match_params, read_weight, sort_replies
+from rotfed.flower.replies import (
+    NO_REPLY,
+    Reader,
+    Received,
+    Usable,
+    match_params,
+    read_weight,
+    record_key,
+    sort_replies,
+    widened,
+)
 from rotfed.flower.reports import ClientReport
 from rotfed.learned import LearnedAlignment
 from rotfed.mergers import weighted_mean
 from rotfed.spec import SymmetrySpec
+from rotfed.transform import Transform, to_work
 
 START_ANCHORS = ("progressive", "tree", "medoid", "consensus")
 IN_TURN = ("progressive", "tree")
 LEARNED = ("own", "together")
+
+# The entries of a generator grow as the tangent of half an angle: these are a thousandth from the half turn.
+_FARTHEST = 1e3
 
 
 @dataclass(frozen=True)
 class StartReport:
     """A multi-party start: the parties that were merged, with their last move, and what went wrong.
 
-    `skipped` names the nodes that are not in the result, `data_free` those whose model was merged by its weights
-    alone because their part in learning failed, both with the reason. `messages` were sent.
+    `skipped` names the nodes that are not in the result, `data_free` those whose model is in it, but whose data had no
+    part in learning because something failed, both with the reason. `messages` were sent.
     """
 
     anchor: str
@@ -116,8 +132,7 @@ class MultiPartyStart:
         strength: float = 1.0,
         max_sweeps: int = 20,
     ) -> None:
-        if not isinstance(spec, SymmetrySpec):
-            raise SpecError(f"spec: expected what rotfed.load_spec returns, found {type(spec).__name__}")
+        self.options = align_options(spec, groups, layers, proper, strength, max_sweeps)
         anchor = chosen_anchor(anchor, START_ANCHORS)
         if learned not in (None, *LEARNED):
             raise AlignmentError(f"learned: expected None or one of {', '.join(LEARNED)}, found {learned!r}")
@@ -127,25 +142,21 @@ class MultiPartyStart:
             )
         if not submit and anchor != "progressive":
             raise AlignmentError(f"anchor: expected 'progressive' where no model is submitted, found {anchor!r}")
-        for name, value in (("rounds", rounds), ("min_parties", min_parties)):
+        for name, value in (
+            ("rounds", rounds),
+            ("min_parties", min_parties),
+            ("min_available_nodes", min_available_nodes),
+        ):
             if not isinstance(value, int) or value < 1:
                 raise AlignmentError(f"{name}: expected a whole number, at least 1, found {value!r}")
-        check_options(strength, max_sweeps)
         self.spec = spec
         self.anchor = anchor
         self.learned = learned
         self.submit = submit
-        self.reference = None if reference is None else folded(reference, spec)
+        self.reference = None if reference is None else Anchor(folded(reference, spec), spec)
         self.rounds = rounds
         self.min_parties = min_parties
         self.min_available_nodes = max(min_parties, min_available_nodes)
-        self.options: dict[str, Any] = {
-            "groups": spec.select_groups(groups),
-            "layers": spec.select_layers(layers),
-            "proper": proper,
-            "strength": strength,
-            "max_sweeps": max_sweeps,
-        }
         self.report: StartReport | None = None
 
     def run(self, grid: Grid, timeout: float = 3600.0, config: ConfigRecord | None = None) -> ArrayRecord:
@@ -155,11 +166,17 @@ class MultiPartyStart:
         `config`, what to send to the parties with every message, for their own mods. Raises AlignmentError, naming who
         was left out and why, where fewer than `min_parties` usable models remain.
         """
+        try:
+            config = ConfigRecord({**(config or {})})
+        except (TypeError, ValueError) as error:
+            raise AlignmentError(
+                f"config: expected entries of a flwr.app.ConfigRecord, found others: {error}"
+            ) from error
         started = time.perf_counter()
         log(INFO, "Starting from several parties' models: anchor '%s', learned %s", self.anchor, self.learned)
-        run = _Run(self, grid, timeout, config or ConfigRecord())
+        run = _Run(self, grid, timeout, config)
         try:
-            merged = run.submitted() if self.submit else run.unsubmitted()
+            merged = run.as_parties(run.submitted() if self.submit else run.unsubmitted())
         finally:
             self.report = StartReport(
                 self.anchor,
@@ -205,7 +222,9 @@ class _Joined:
     def with_moved(self, other: "_Joined", moved: Params) -> "_Joined":
         """This group and another one whose mean has been moved to this one's."""
         share = other.share_beside(self)
-        return _Joined({**self.weights, **other.weights}, weighted_mean([self.mean, moved], [1 - share, share]))
+        # In a narrow type every join would round the mean of those before it anew.
+        models = [widened(self.mean, torch.float64), moved]
+        return _Joined({**self.weights, **other.weights}, weighted_mean(models, [1 - share, share]))
 
 
 class _Run:
@@ -218,7 +237,7 @@ class _Run:
         self.timeout = timeout
         self.config = config
         # Names, shapes and types of the parties' models, once known.
-        self.like: Params | None = start.reference
+        self.like: Params | None = None
         self.reports: dict[int, ClientReport] = {}
         self.skipped: dict[int, str] = {}
         self.data_free: dict[int, str] = {}
@@ -249,23 +268,41 @@ class _Run:
 
     def unsubmitted(self) -> Params:
         """Send the mean so far to one party after another; each answers with its own model in that frame."""
+        nodes = self._connected()
+        joined, near = self._in_turn(nodes)
+        while joined is not None and len(joined.weights) == 1 and self.start.reference is None:
+            # It may be the first that is odd: its model alone was what the others were held against.
+            misfits = [node for node in nodes if self.skipped.get(node, NO_REPLY) != NO_REPLY]
+            if len(misfits) < 2:
+                break
+            self.skipped = {node: reason for node, reason in self.skipped.items() if node not in misfits}
+            self._skip({joined.mover: "no other party's model could be joined with this one's, which came first"})
+            self.reports.clear()
+            joined, near = self._in_turn(nodes := misfits)
+        self._check_count(len(joined.weights) if joined else 0)
+        assert joined is not None
+        return self._averaged(near) if near else joined.mean
+
+    def _in_turn(self, nodes: Sequence[int]) -> tuple[_Joined | None, list[_Joined]]:
+        """Join the nodes' models one after another: all of them, and each, where they are to be trained together."""
         joined: _Joined | None = None
         near: list[_Joined] = []
-        for node in self._connected():
+        forms: list[Params] = []
+        self.like = self.start.reference
+        for node in nodes:
             anchor, weight = (self.start.reference, 0.0) if joined is None else (joined.mean, joined.weight)
-            moved, failed = self._step([self._instruction(node, anchor, weight)])
+            moved, failed = self._step([self._instruction(node, anchor, weight)], self._read)
             self._skip(failed)
             if node not in moved:
                 continue
             party, figured = moved[node]
             self._note((node,), figured)
-            self.like = self.like or party.mean
+            forms.append({name: torch.empty_like(tensor, device="meta") for name, tensor in party.mean.items()})
+            self.like = _usual(forms, self.start.reference)
             joined = party if joined is None else joined.with_moved(party, party.mean)
             if self.start.learned == "together":
                 near.append(party)
-        self._check_count(len(joined.weights) if joined else 0)
-        assert joined is not None
-        return self._averaged(near) if near else joined.mean
+        return joined, [_Joined(party.weights, self.as_parties(party.mean)) for party in near]
 
     def _averaged(self, near: Sequence[_Joined]) -> Params:
         """The mean of models in one frame, after they have been trained to meet where that is asked for."""
@@ -274,19 +311,33 @@ class _Run:
 
     def _join(self, pairs: Sequence[tuple[_Joined, _Joined]]) -> list[_Joined]:
         """Move the second of each pair to the first, and average; the pairs' messages go out at once."""
+        by_mover = {right.mover: (left, right) for left, right in pairs}
+
+        def read(entry: Usable) -> Params:
+            left, right = by_mover[entry.node_id]
+            moved = Transform(self.spec, entry.params).apply(right.mean)
+            # Scales could blow a model up, which then is all of the average; what brings it nearer to another cannot.
+            if not _norm(moved) <= 3 * (_norm(left.mean) + _norm(right.mean)):
+                raise RecordError(
+                    "transform: expected one toward the anchor, found one that makes the model far larger"
+                )
+            return moved
+
         instructions = [
-            self._instruction(right.mover, left.mean, left.weight, right if len(right.weights) > 1 else None)
-            for left, right in pairs
+            self._instruction(
+                node, left.mean, left.weight, right if len(right.weights) > 1 else None, keeps_source=True
+            )
+            for node, (left, right) in by_mover.items()
         ]
-        moved, failed = self._step(instructions)
+        moved, failed = self._step(instructions, read)
         met = []
-        for left, right in pairs:
-            if right.mover in moved:
-                params, figured = moved[right.mover][0].mean, moved[right.mover][1]
+        for node, (left, right) in by_mover.items():
+            if node in moved:
+                params, figured = moved[node][0].mean, moved[node][1]
             else:
                 near = self._nearest(right.mean, left.mean)
                 params, figured = near.params, figures(near)
-                self._merge_data_free(right.mover, failed[right.mover])
+                self._merge_data_free(node, failed[node])
             self._note(right.weights, figured)
             met.append(left.with_moved(right, params))
         return met
@@ -306,77 +357,84 @@ class _Run:
     def _config(self, **entries: Any) -> ConfigRecord:
         return ConfigRecord({**self.config, **entries})
 
-    def _ask(self, messages: Sequence[Message], like: Params | None = None) -> Received:
+    def _ask(self, messages: Sequence[Message], read: Reader | None) -> Received:
         self.messages += len(messages)
         replies = self.grid.send_and_receive(messages, timeout=self.timeout)
-        return sort_replies(replies, messages, WEIGHT, like)
+        return sort_replies(replies, messages, WEIGHT, read)
 
     def _collect(self) -> list[_Joined]:
         """The usable models that the parties hand in, folded, alike in names, shapes and types."""
-        received = self._ask(
-            [Message(RecordDict({"config": self._config()}), node, SUBMIT) for node in self._connected()]
-        )
+        sent = [Message(RecordDict({"config": self._config()}), node, SUBMIT) for node in self._connected()]
+        received = self._ask(sent, self._read)
         self._skip(received.refused)
-        models: list[tuple[Usable, Params]] = []
+        self.like = _usual([entry.params for entry in received.usable], self.start.reference)
+        parties = []
         for entry in received.usable:
             try:
-                models.append((entry, self._read(entry)))
-            except RotfedError as error:
-                self._skip({entry.node_id: str(error)})
-        if self.like is None:
-            self.like = _usual([params for _, params in models])
-        parties = []
-        for entry, params in models:
-            try:
-                parties.append(_Joined({entry.node_id: entry.weight}, match_params(params, self.like)))
+                parties.append(_Joined({entry.node_id: entry.weight}, self.as_parties(entry.params)))
             except RotfedError as error:
                 self._skip({entry.node_id: str(error)})
         return parties
 
     def _read(self, entry: Usable) -> Params:
-        """The model of a reply that nothing tells the shape of but the spec."""
-        records = list(entry.reply.content.array_records.values())
-        if len(records) != 1:
-            raise RecordError(f"arrays: expected one ArrayRecord, found {len(records)}; send the model as one record")
-        if entry.weight == 0:
-            raise RecordError(f"{WEIGHT}: expected more than zero, found zero; a model without weight changes nothing")
-        params = to_state_dict(records[0])
-        records[0].clear()
-        self.spec.resolve(params, folded=False)
-        check_finite(params, "party's model")
-        return folded(params, self.spec)
+        """A party's own model, folded, in its own types."""
+        if entry.weight < 1:
+            raise RecordError(
+                f"{WEIGHT}: expected at least one, found {entry.weight:g}; a model counts by its examples"
+            )
+        params: Params = match_params(entry.params, entry.params)
+        if self.like is None:
+            self.spec.resolve(params, folded=False)
+            params = folded(params, self.spec)
+        else:
+            self.spec.resolve(params)
+        # The common types have to hold it; in its own it makes a better mean.
+        like = self.like or params
+        match_params(params, like)
+        return {name: params[name] for name in like}
+
+    def as_parties(self, params: Params) -> Params:
+        """Parameters in the names, order and types that most parties' models have."""
+        return params if self.like is None else match_params(params, self.like)
 
     def _instruction(
-        self, node: int, anchor: Params | None, anchor_weight: float, source: _Joined | None = None
+        self,
+        node: int,
+        anchor: Params | None,
+        anchor_weight: float,
+        source: _Joined | None = None,
+        keeps_source: bool = False,
     ) -> Message:
         """Ask a party to move a source, by default its own model, to an anchor."""
         options = write_options(self.start.options)
-        refine = self.start.learned == "own"
-        config = self._config(**{"anchor-weight": float(anchor_weight), "refine": refine, **options})
+        config = self._config(
+            **{"anchor-weight": float(anchor_weight), "keeps-source": keeps_source},
+            refine=self.start.learned == "own",
+            **options,
+        )
         content = RecordDict({"config": config})
         if anchor is not None:
-            content["anchor"] = to_record(anchor)
+            content["anchor"] = to_record(self.as_parties(anchor))
         if source is not None:
-            content["source"] = to_record(source.mean)
+            content["source"] = to_record(self.as_parties(source.mean))
             config["source-weight"] = float(source.weight)
         return Message(content, node, ALIGN)
 
     def _step(
-        self, instructions: Sequence[Message]
+        self, instructions: Sequence[Message], read: Reader
     ) -> tuple[dict[int, tuple[_Joined, dict[str, float]]], dict[int, str]]:
         """What the parties of a step moved, with its figures, and why others did not, by node."""
-        received = self._ask(instructions, self.like)
-        failed = dict(received.refused)
-        moved = {}
-        for entry in received.usable:
-            try:
-                params = self._read(entry) if self.like is None else entry.params
-                self.spec.resolve(params)
-                figured = {key: read_weight(entry.reply, key) for key in FIGURES}
-                moved[entry.node_id] = _Joined({entry.node_id: entry.weight}, params), figured
-            except RotfedError as error:
-                failed[entry.node_id] = str(error)
-        return moved, failed
+
+        def told(entry: Usable) -> dict[str, float]:
+            return {key: read_weight(entry.reply, key) for key in FIGURES}
+
+        def checked(entry: Usable) -> Params:
+            told(entry)
+            return read(entry)
+
+        received = self._ask(instructions, checked)
+        moved = {e.node_id: (_Joined({e.node_id: e.weight}, e.params), told(e)) for e in received.usable}
+        return moved, dict(received.refused)
 
     def _together(self, near: Sequence[_Joined]) -> list[Params]:
         """The models of all parties, moved from the frame that they are near in by an alignment that all train."""
@@ -384,21 +442,21 @@ class _Run:
         if len(models) == 1:
             return models
         records = {model_key(number): to_record(model) for number, model in enumerate(models)}
-        nodes = [node for node in self.grid.get_node_ids() if node not in self.skipped]
-        sent = [Message(RecordDict({"config": self._config(weights=weights), **records}), node, KEEP) for node in nodes]
-        kept = [entry.node_id for entry in self._ask(sent).usable]
+        config = self._config(weights=weights)
+        sent = [Message(RecordDict({"config": config, **records}), party.mover, KEEP) for party in near]
+        received = self._ask(sent, None)
         alignment = LearnedAlignment(models, self.spec, weights=weights)
-        if kept:
-            training, initial = _Descent(alignment.parameters, kept), to_record(alignment.parameters)
-            config = self._config(rounds=self.start.rounds)
+        training = _Descent(alignment.parameters, [entry.node_id for entry in received.usable])
+        if training.nodes:
+            initial, config = to_record(alignment.parameters), self._config(rounds=self.start.rounds)
             learned = training.start(self.grid, initial, self.start.rounds, self.timeout, config).arrays
             self.messages += training.messages
             if learned:
                 alignment.load(to_state_dict(learned))
                 moved = zip(alignment.transforms(), models[1:], strict=True)
-                return [models[0], *(transform.apply(model) for transform, model in moved)]
-        for party in near:
-            self._merge_data_free(party.mover, "no party returned parameters of the alignment that could be used")
+                models = [models[0], *(transform.apply(model) for transform, model in moved)]
+        for node, reason in sorted({**received.refused, **training.unheard}.items()):
+            self._merge_data_free(node, reason)
         return models
 
     # --- what is remembered ------------------------------------------------------------------------------------------
@@ -416,7 +474,7 @@ class _Run:
             self.skipped[node] = reason
 
     def _merge_data_free(self, node: int, reason: str) -> None:
-        log(WARNING, "MultiPartyStart: node %d merged by its weights alone: %s", node, reason)
+        log(WARNING, "MultiPartyStart: node %d merged without its data: %s", node, reason)
         self.data_free[node] = reason
 
     def _check_count(self, found: int) -> None:
@@ -430,23 +488,23 @@ class _Run:
 
 
 class _Descent(FedAvg):
-    """FedAvg over the parameters of one alignment, in messages of its own type."""
+    """FedAvg over the parameters of one alignment, in messages of its own type to the same nodes each round."""
 
     def __init__(self, parameters: Mapping[str, Tensor], nodes: Sequence[int]) -> None:
-        super().__init__(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, weighted_by_key=WEIGHT)
+        super().__init__(fraction_evaluate=0.0, weighted_by_key=WEIGHT)
         self.parameters = parameters
         self.nodes = nodes
+        # Why a node has had no part yet.
+        self.unheard = dict.fromkeys(nodes, NO_REPLY)
         self.sent: list[Message] = []
         self.messages = 0
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the parameters to every party that keeps the models."""
-        messages = super().configure_train(server_round, arrays, config, grid)
-        self.sent = [message for message in messages if message.metadata.dst_node_id in self.nodes]
-        for message in self.sent:
-            message.metadata.message_type = DESCEND
+        """Send the parameters to every party that keeps the models, whoever else is connected."""
+        content = RecordDict({"arrays": arrays, "config": ConfigRecord({**config, "server-round": server_round})})
+        self.sent = [Message(content, node, DESCEND) for node in self.nodes]
         self.messages += len(self.sent)
         return self.sent
 
@@ -454,18 +512,54 @@ class _Descent(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the usable parameters."""
-        received = sort_replies(replies, self.sent, WEIGHT, self.parameters)
+        received = sort_replies(replies, self.sent, WEIGHT, self._read)
         for node, reason in received.refused.items():
             log(WARNING, "MultiPartyStart: node %d left out of round %d: %s", node, server_round, reason)
+            if node in self.unheard:
+                self.unheard[node] = reason
         for entry in received.usable:
-            entry.reply.content["arrays"] = to_record(entry.params)
+            entry.reply.content[record_key(entry.reply)] = to_record(entry.params)
+            self.unheard.pop(entry.node_id, None)
         averaged: tuple[ArrayRecord | None, MetricRecord | None] = super().aggregate_train(
             server_round, received.messages
         )
         return averaged
 
+    def _read(self, entry: Usable) -> Params:
+        params = match_params(entry.params, self.parameters)
+        for name, tensor in params.items():
+            if (largest := float(tensor.abs().max())) > _FARTHEST:
+                raise RecordError(
+                    f"{name}: expected parameters of an alignment up to {_FARTHEST:g}, found {largest:.3g}; "
+                    "lower the learning rate"
+                )
+        return params
 
-def _usual(models: Sequence[Params]) -> Params:
-    """The first of the models that have the names, shapes and kinds of type of most."""
-    kinds = [frozenset((name, t.shape, t.is_floating_point()) for name, t in params.items()) for params in models]
-    return models[kinds.index(Counter(kinds).most_common(1)[0][0])] if models else {}
+
+def _usual(models: Sequence[Params], reference: Params | None) -> Params:
+    """What the parties' models are like: the names and shapes of the reference or of most, in the types of most.
+
+    Raises AlignmentError where as many are of one kind as of another.
+    """
+    kinds = [_kind(params) for params in models]
+    (usual, count), *others = Counter(kinds).most_common() or [(_kind({}), 0)]
+    if reference is not None:
+        usual = _kind(reference)
+    elif others and others[0][1] == count:
+        raise AlignmentError(
+            f"parties: expected most models alike in names and shapes, found {count} of one kind and as many of "
+            "another; pass a reference of the kind that is meant"
+        )
+    alike = [params for params, kind in zip(models, kinds, strict=True) if kind == usual]
+    types = {name: Counter(params[name].dtype for params in alike).most_common(1)[0][0] for name, *_ in usual if alike}
+    like = reference or (alike[0] if alike else {})
+    return {name: torch.empty_like(t, dtype=types.get(name, t.dtype), device="meta") for name, t in like.items()}
+
+
+def _kind(params: Params) -> frozenset[tuple[str, torch.Size, bool]]:
+    return frozenset((name, tensor.shape, tensor.is_floating_point()) for name, tensor in params.items())
+
+
+def _norm(params: Params) -> float:
+    """The Euclidean norm over all floating-point parameters."""
+    return math.sqrt(sum(float(to_work(t).square().sum()) for t in params.values() if t.is_floating_point()))

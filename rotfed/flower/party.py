@@ -5,11 +5,13 @@ Queries with actions of their own, so that the app's `train` and `evaluate` stay
 | message type | from the server | from the party |
 |---|---|---|
 | `query.rotfed_submit` | nothing | its own model, as it is |
-| `query.rotfed_align` | `anchor`, `source`, their weights | the source in the anchor's frame |
+| `query.rotfed_align` | `anchor`, `source`, their weights, `keeps-source` | how it moved the source, or the moved |
 | `query.rotfed_keep` | the models of all parties, near one frame, and their weights | that it keeps them |
 | `query.rotfed_descend` | the parameters of the alignment of all | the same after steps on its own data |
 
-Without `source` a party moves its own model; without `anchor` its own frame is the common one.
+Without `source` a party moves its own model; without `anchor` its own frame is the common one. A server that keeps the
+source gets the elements of the transform, which it applies itself: nobody can put other parameters in the place of
+those that others handed in.
 Every reply states its weight, `num-examples`.
 """
 
@@ -27,7 +29,7 @@ from rotfed.errors import RecordError
 from rotfed.flower.mods import folded
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.learned import LearnedAlignment
-from rotfed.spec import SymmetrySpec
+from rotfed.spec import SymmetrySpec, check_is_spec
 
 SUBMIT, ALIGN, KEEP, DESCEND = (f"query.rotfed_{action}" for action in ("submit", "align", "keep", "descend"))
 
@@ -77,6 +79,9 @@ def register_party(
         Mods of these messages alone.
     """
 
+    if not callable(spec):
+        check_is_spec(spec)
+
     def bound(context: Context) -> SymmetrySpec:
         return spec if isinstance(spec, SymmetrySpec) else spec(context)
 
@@ -106,7 +111,8 @@ def register_party(
             alignment = refine(context)(source, anchor, weight / (weight + anchor_weight))
         else:
             alignment = align(source, anchor, own_spec, **read_options(config))
-        return _reply(message, weight, alignment.params, **figures(alignment))
+        moved = alignment.transform.elements if config["keeps-source"] else alignment.params
+        return _reply(message, weight, moved, **figures(alignment))
 
     @app.query(_action(KEEP), mods=mods)
     def keep_models(message: Message, context: Context) -> Message:
@@ -118,6 +124,17 @@ def register_party(
 
     @app.query(_action(DESCEND), mods=mods)
     def descend_together(message: Message, context: Context) -> Message:
+        config = message.content.config_records["config"]
+        server_round = int(_number(config, "server-round"))
+        try:
+            return descended(message, context, server_round)
+        finally:
+            if server_round == config["rounds"]:
+                # The state travels to the app with every message that follows.
+                for key in [key for key in context.state if key.startswith(_KEPT)]:
+                    del context.state[key]
+
+    def descended(message: Message, context: Context, server_round: int) -> Message:
         if descend is None:
             raise RecordError("descend: expected by the server, not given; pass descend to register_party")
         if _KEPT not in context.state:
@@ -130,13 +147,7 @@ def register_party(
         ]
         alignment = LearnedAlignment(models, bound(context), weights=[float(weight) for weight in weights])
         alignment.load(to_state_dict(message.content.array_records["arrays"]))
-        config = message.content.config_records["config"]
-        server_round = int(_number(config, "server-round"))
         descend(context, server_round)(alignment)
-        if server_round == config["rounds"]:
-            # The state travels to the app with every message that follows.
-            for key in [key for key in context.state if key.startswith(_KEPT)]:
-                del context.state[key]
         return _reply(message, _number(kept, "examples"), alignment.parameters)
 
 

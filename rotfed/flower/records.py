@@ -13,7 +13,8 @@ from rotfed.errors import RecordError
 # Arrays of these types travel as their bits. The serialization type is rotfed's own, so that code which does not know
 # it fails instead of averaging bit patterns.
 BITS = "rotfed.bits"
-_CARRIER = {1: torch.uint8, 2: torch.int16}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+_CARRIER = {torch.bfloat16: torch.int16, **dict.fromkeys(_FLOAT8, torch.uint8)}
 
 
 def to_record(params: Mapping[str, Tensor]) -> ArrayRecord:
@@ -48,7 +49,7 @@ def _to_array(name: str, tensor: Tensor) -> Array:
     try:
         return Array(plain.numpy())
     except TypeError:
-        carrier = _CARRIER.get(plain.element_size())
+        carrier = _CARRIER.get(plain.dtype)
         if carrier is None:
             raise RecordError(
                 f"{name}: expected a numeric type, found {tensor.dtype}; cast it before it is sent"
@@ -64,11 +65,11 @@ def _to_tensor(name: str, array: Array) -> Tensor:
         if array.stype != BITS:
             return torch.from_numpy(np.array(array.numpy()))
         dtype = getattr(torch, array.dtype, None)
-        if not isinstance(dtype, torch.dtype):
+        if dtype not in _CARRIER:
             raise TypeError(f"the type {array.dtype!r}")
         bits = np.load(io.BytesIO(array.data), allow_pickle=False)
         return torch.from_numpy(np.array(bits)).view(dtype)
-    except (TypeError, ValueError, EOFError, OSError, RuntimeError) as error:
+    except Exception as error:  # NumPy parses what a stranger sent: zip files and Python literals among others
         raise RecordError(
             f"{name}: expected an array packed by to_record or by NumPy, found {array.stype!r} that cannot be read: "
             f"{error}"

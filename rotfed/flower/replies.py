@@ -1,19 +1,23 @@
 """Reading the replies of a round: which node sent what, and which replies cannot be used."""
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from flwr.app import Error, Message
 from torch import Tensor
 
 from rotfed.descent import check_finite
-from rotfed.errors import AlignmentError, RecordError
+from rotfed.errors import RecordError, RotfedError
 from rotfed.flower.records import to_state_dict
 
 # Flower's own codes end at 8 or so; a reply that rotfed refused is told from one that failed on its way.
 REFUSED = 1101
+NO_REPLY = "no reply before the timeout"
+
+# One example beside so many still has a share in float64, and sums of as many as there can be nodes stay finite.
+_LARGEST_WEIGHT = 1e15
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,17 @@ class Received:
         return [*(usable.reply for usable in self.usable), *self.failed]
 
 
-def sort_replies(
-    replies: Iterable[Message], sent: Sequence[Message], weight_key: str, broadcast: Mapping[str, Tensor] | None
-) -> Received:
-    """Sort the replies to `sent` into usable ones and failures.
+Reader = Callable[[Usable], Mapping[str, Tensor]]
+"""From a reply with its arrays as they came to what is used of them. Raises RotfedError to refuse the reply."""
 
-    Parameters: `weight_key`, the metric that weights a reply; `broadcast`, the model that was sent out, with which a
-    reply's arrays must agree in names, shapes and kind of type (None where replies carry no arrays). Arrays are taken
-    out of the replies as they are read, so that memory holds each model once. Returns error replies that carry the id
-    of the true node: Flower reports a lost node's error as coming from the SuperLink. Never raises for a bad reply.
+
+def sort_replies(replies: Iterable[Message], sent: Sequence[Message], weight_key: str, read: Reader | None) -> Received:
+    """Sort the replies to `sent` into usable ones and failures; of several from one node the first counts.
+
+    Parameters: `weight_key`, the metric that weights a reply; `read`, what a reply's arrays have to pass (None where
+    replies carry none, or none yet to look at). Arrays are taken out of the replies as they are read, so that memory
+    holds each model once. Returns error replies that carry the id of the true node: Flower reports a lost node's error
+    as coming from the SuperLink. Never raises for a bad reply.
     """
     usable: list[Usable] = []
     failed: list[Message] = []
@@ -68,19 +74,21 @@ def sort_replies(
     for reply in replies:
         instruction = by_id.get(reply.metadata.reply_to_message_id)
         node_id = reply.metadata.src_node_id if instruction is None else instruction.metadata.dst_node_id
+        if node_id in answered:
+            continue
         answered.add(node_id)
         if reply.has_error():
             refuse(node_id, reply.error.reason or f"error code {reply.error.code}", reply, reply.error.code)
             continue
         try:
-            weight = read_weight(reply, weight_key)
-            params = {} if broadcast is None else _read_arrays(reply, broadcast)
-            usable.append(Usable(reply, node_id, weight, params))
-        except (RecordError, AlignmentError) as error:
+            entry = Usable(reply, node_id, read_weight(reply, weight_key), {} if read is None else _taken_out(reply))
+            usable.append(entry if read is None else replace(entry, params=read(entry)))
+        except RotfedError as error:
             refuse(node_id, str(error), reply)
 
-    for odd in _with_odd_metrics(usable):
-        refuse(odd.node_id, "metrics: the names differ from those of most replies; send the same metrics", odd.reply)
+    for odd in _laid_out_oddly(usable):
+        reason = "metrics: the names differ from those of most replies, of records or in them, or the lengths of lists"
+        refuse(odd.node_id, f"{reason}; send the same metrics in records of the same names", odd.reply)
         usable.remove(odd)
     if usable and not any(entry.weight > 0 for entry in usable):
         for entry in usable:
@@ -88,29 +96,32 @@ def sort_replies(
         usable = []
     for node_id in by_node:
         if node_id not in answered:
-            refused[node_id] = "no reply before the timeout"
+            refused[node_id] = NO_REPLY
     return Received(tuple(usable), tuple(failed), refused)
 
 
 def read_weight(reply: Message, weight_key: str) -> float:
-    """The weight that a reply states for itself. Raises RecordError unless it is one finite number >= 0."""
+    """The weight that a reply states for itself. Raises RecordError unless it is one number from 0 to 1e15."""
     records = list(reply.content.metric_records.values())
     if len(records) != 1:
         raise RecordError(f"metrics: expected one MetricRecord, found {len(records)}; send one with {weight_key!r}")
     weight = records[0].get(weight_key)
-    if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        raise RecordError(f"{weight_key}: expected one finite number >= 0 in the metrics, found {weight!r}")
+    if not isinstance(weight, int | float) or not 0 <= weight <= _LARGEST_WEIGHT:
+        raise RecordError(
+            f"{weight_key}: expected one number from 0 to {_LARGEST_WEIGHT:g} in the metrics, found {weight!r}; "
+            "send the number of examples"
+        )
     return float(weight)
 
 
-def _read_arrays(reply: Message, broadcast: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A reply's parameters in the order and types of `broadcast`; the reply's own arrays are freed."""
+def _taken_out(reply: Message) -> dict[str, Tensor]:
+    """A reply's arrays as they came; the reply's own are freed."""
     records = list(reply.content.array_records.values())
     if len(records) != 1:
         raise RecordError(f"arrays: expected one ArrayRecord, found {len(records)}; send the model as one record")
     found = to_state_dict(records[0])
     records[0].clear()
-    return match_params(found, broadcast)
+    return found
 
 
 def match_params(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -131,7 +142,12 @@ def match_params(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
                 f"{name}: expected shape {tuple(like.shape)} as in the common model, found {tuple(tensor.shape)}; "
                 "send a model of the same architecture"
             )
-        if tensor.is_floating_point() != like.is_floating_point() or tensor.is_complex():
+        if odd := [t.dtype for t in (tensor, like) if not _computable(t)]:
+            raise RecordError(
+                f"{name}: expected whole numbers, or real ones of at least two bytes, found {odd[0]}; cast "
+                "the parameters to a type that models are averaged in"
+            )
+        if tensor.is_floating_point() != like.is_floating_point():
             raise RecordError(
                 f"{name}: expected {like.dtype} as in the common model, found {tensor.dtype}; send it in that type"
             )
@@ -140,19 +156,36 @@ def match_params(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     return matched
 
 
-def _with_odd_metrics(usable: Sequence[Usable]) -> list[Usable]:
-    """The replies whose metric names differ from those of the majority: a strategy would give up the whole round."""
+def _computable(tensor: Tensor) -> bool:
+    """Whether models run in a tensor's type: not in complex numbers or one of the float8 types."""
+    return not tensor.is_complex() and not (tensor.is_floating_point() and tensor.element_size() < 2)
 
-    def names(entry: Usable) -> frozenset[tuple[str, str]]:
-        records = entry.reply.content.metric_records
-        return frozenset((key, name) for key, record in records.items() for name in record)
 
-    if not usable:
-        return []
-    usual, _ = Counter(names(entry) for entry in usable).most_common(1)[0]
-    return [entry for entry in usable if names(entry) != usual]
+def _laid_out_oddly(usable: Sequence[Usable]) -> list[Usable]:
+    """The replies whose records and metrics differ in name or length from the majority's, which end Flower's round."""
+
+    def layout(entry: Usable) -> frozenset[object]:
+        content = entry.reply.content
+        lengths = {
+            (key, name, len(value) if isinstance(value, list) else None)
+            for key, record in content.metric_records.items()
+            for name, value in record.items()
+        }
+        return frozenset([*lengths, *content.array_records])
+
+    layouts = [layout(entry) for entry in usable]
+    usual = Counter(layouts).most_common(1)
+    return [entry for entry, found in zip(usable, layouts, strict=True) if found != usual[0][0]]
 
 
 def record_key(reply: Message) -> str:
     """The key under which a reply carries its arrays."""
     return next(iter(reply.content.array_records))
+
+
+def widened(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Parameters with at least the width of `dtype`, so that sums neither overflow nor lose what is small."""
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() and tensor.element_size() < dtype.itemsize else tensor
+        for name, tensor in params.items()
+    }

@@ -19,13 +19,13 @@ from flwr.serverapp.strategy import (
 )
 from torch import Tensor
 
-from rotfed.align import Alignment, check_options
+from rotfed.align import Alignment
 from rotfed.anchors import align_all, chosen_anchor
 from rotfed.descent import Anchor
-from rotfed.errors import AlignmentError, RecordError, SpecError
-from rotfed.flower.mods import refuse_folding
+from rotfed.errors import AlignmentError, RecordError
+from rotfed.flower.mods import align_options, refuse_folding
 from rotfed.flower.records import to_record, to_state_dict
-from rotfed.flower.replies import Received, match_params, record_key, sort_replies
+from rotfed.flower.replies import Received, match_params, record_key, sort_replies, widened
 from rotfed.flower.reports import ClientReport, RoundReport
 from rotfed.mergers import weighted_mean
 from rotfed.spec import SymmetrySpec
@@ -80,8 +80,7 @@ class AlignedStrategy(Strategy):
     ) -> None:
         if not isinstance(inner, Strategy):
             raise TypeError(f"inner: expected a flwr.serverapp.strategy.Strategy, found {type(inner).__name__}")
-        if not isinstance(spec, SymmetrySpec):
-            raise SpecError(f"spec: expected what rotfed.load_spec returns, found {type(spec).__name__}")
+        self.options = align_options(spec, groups, layers, proper, strength, max_sweeps)
         refuse_folding(spec)
         anchor = chosen_anchor(anchor, ROUND_ANCHORS)
         if isinstance(inner, _PRIVATE) and anchor != "global":
@@ -89,17 +88,9 @@ class AlignedStrategy(Strategy):
                 f"anchor: expected 'global' around {type(inner).__name__}, found {anchor!r}; aligning one client's "
                 "reply to those of others lets it depend on their data, which breaks the privacy accounting"
             )
-        check_options(strength, max_sweeps)
         self.inner = inner
         self.spec = spec
         self.anchor = anchor
-        self.options: dict[str, Any] = {
-            "groups": spec.select_groups(groups),
-            "layers": spec.select_layers(layers),
-            "proper": proper,
-            "strength": strength,
-            "max_sweeps": max_sweeps,
-        }
         self.reports: list[RoundReport] = []
         self._broadcast: dict[str, Tensor] = {}
         self._sent: list[Message] = []
@@ -141,7 +132,9 @@ class AlignedStrategy(Strategy):
         if not self._broadcast:
             raise RecordError("aggregate_train: expected configure_train to have sent a model out first")
         started = time.perf_counter()
-        received = sort_replies(replies, self._sent, self.weight_key, self._broadcast)
+        received = sort_replies(
+            replies, self._sent, self.weight_key, lambda entry: match_params(entry.params, self._broadcast)
+        )
         for node_id, reason in received.refused.items():
             log(WARNING, "aggregate_train: node %d left out of round %d: %s", node_id, server_round, reason)
         aligned = self._align(received)
@@ -169,7 +162,7 @@ class AlignedStrategy(Strategy):
         weights = [entry.weight for entry in received.usable]
         del aligned
         for entry, model in zip(received.usable, models, strict=True):
-            entry.reply.content[record_key(entry.reply)] = to_record(_wide(_floating(model)))
+            entry.reply.content[record_key(entry.reply)] = to_record(widened(_floating(model), torch.float32))
         merged, metrics = self.inner.aggregate_train(server_round, received.messages)
         for entry in received.usable:
             # Flower keeps a round's replies until the next round has ended.
@@ -192,7 +185,7 @@ class AlignedStrategy(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Let the inner strategy aggregate the usable evaluations."""
-        received = sort_replies(replies, self._sent, self.weight_key, broadcast=None)
+        received = sort_replies(replies, self._sent, self.weight_key, read=None)
         for node_id, reason in received.refused.items():
             log(WARNING, "aggregate_evaluate: node %d left out of round %d: %s", node_id, server_round, reason)
         self._sent = []
@@ -208,7 +201,7 @@ class AlignedStrategy(Strategy):
 
     def _widened(self, arrays: ArrayRecord) -> ArrayRecord:
         """A copy of `arrays` as the inner strategy may compute with it."""
-        return to_record(_wide(_floating(to_state_dict(arrays))))
+        return to_record(widened(_floating(to_state_dict(arrays)), torch.float32))
 
     def _narrowed(self, messages: Iterable[Message]) -> list[Message]:
         """The inner strategy's messages with the model in its own types and with its buffers."""
@@ -274,11 +267,6 @@ class RotFedAvg(AlignedStrategy):
 
 def _floating(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in params.items() if tensor.is_floating_point()}
-
-
-def _wide(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Half precision as float32, so that sums neither overflow nor lose what is small."""
-    return {name: tensor.float() if tensor.element_size() < 4 else tensor for name, tensor in params.items()}
 
 
 def _tied(broadcast: Mapping[str, Tensor], models: Sequence[Mapping[str, Tensor]]) -> list[list[str]]:
