@@ -176,6 +176,16 @@ BAD_REPLIES: dict[str, tuple[Callable[[Message], Message], str]] = {
         lambda m: Message(RecordDict({"arrays": to_record(turned(0)), "metrics": MetricRecord({"a": 1})}), reply_to=m),
         "num-examples",
     ),
+    "endless weight": (lambda m: reply_to(m, turned(0), **{"num-examples": 1e308}), "num-examples: expected"),
+    "list of numbers": (lambda m: reply_to(m, turned(0), train_loss=[0.5]), "lengths of lists"),
+    "record of another name": (
+        lambda m: Message(
+            RecordDict({"a": to_record(turned(0)), "metrics": MetricRecord({"num-examples": 1, "train_loss": 0.5})}),
+            reply_to=m,
+        ),
+        "metrics: the names differ",
+    ),
+    "float8": (lambda m: reply_to(m, spoiled(**{BIAS: THETA[BIAS].to(torch.float8_e4m3fn)})), "found torch.float8"),
     "negative weight": (lambda m: reply_to(m, turned(0), **{"num-examples": -1}), "num-examples: expected"),
     "no metrics": (lambda m: Message(RecordDict({"arrays": to_record(turned(0))}), reply_to=m), "MetricRecord"),
     "other metrics": (lambda m: reply_to(m, turned(0), surprise=1.0), "metrics: the names differ"),
@@ -201,6 +211,19 @@ def test_a_bad_reply_is_refused_by_node_and_reason_and_the_round_goes_on(name: s
     assert re.search(reason, report.refused[103])
     assert sorted(client.node_id for client in report.clients) == [101, 102, 104]
     assert relative_distance(to_state_dict(result.arrays), THETA) < 1e-5
+
+
+def test_of_several_replies_of_one_node_the_first_counts() -> None:
+    def merged(extra: int) -> dict[str, Tensor]:
+        random.seed(0)
+        strategy = RotFedAvg(SPEC)
+        grid = InProcessGrid(client_app(lambda m, p: reply_to(m, {n: t + 0.1 * p for n, t in THETA.items()})), 2)
+        replies = list(grid.send_and_receive(strategy.configure_train(1, to_record(THETA), ConfigRecord(), grid)))
+        arrays, _ = strategy.aggregate_train(1, [*replies, *copy.deepcopy(replies[:extra])])
+        assert arrays is not None and len(strategy.reports[0].clients) == 2
+        return to_state_dict(arrays)
+
+    torch.testing.assert_close(merged(1), merged(0), rtol=0, atol=0)
 
 
 def test_all_weights_zero_keeps_the_last_model() -> None:
@@ -324,6 +347,7 @@ def test_a_clip_bound_that_held_before_alignment_holds_after() -> None:
         ({"strength": 0.0}, "strength"),
         ({"groups": ["nope"]}, "nope"),
         ({"layers": [9]}, "layers"),
+        ({"proper": "yes"}, "proper: expected True or False"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_sent(arguments: dict[str, Any], error: str) -> None:
@@ -332,6 +356,13 @@ def test_bad_settings_are_refused_before_anything_is_sent(arguments: dict[str, A
     if "anchor" not in arguments:
         with pytest.raises(rotfed.RotfedError, match=error):
             align_mod(SPEC, **arguments)
+
+
+@pytest.mark.parametrize("spec", [None, "vit"])
+def test_what_is_no_spec_is_refused(spec: Any) -> None:
+    for refuse in (lambda: align_mod(spec, own_models=True), lambda: RotFedAvg(spec), lambda: align_mod(spec)):
+        with pytest.raises(rotfed.SpecError, match="spec: expected a SymmetrySpec"):
+            refuse()
 
 
 def test_a_model_that_the_spec_does_not_fit_stops_the_run_at_once() -> None:
@@ -479,6 +510,37 @@ def test_packed_bits_cannot_be_averaged_by_mistake() -> None:
 def test_codec_refuses_tensors_without_plain_data(tensor: Tensor) -> None:
     with pytest.raises(RecordError, match="x: expected a dense tensor"):
         to_record({"x": tensor})
+
+
+def npy(header: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+
+
+@pytest.mark.parametrize("kind", [("numpy.ndarray", "float32"), ("rotfed.bits", "bfloat16")])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PK\x03\x04 no zip file",
+        b"\x80\x04K\x01.",
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000000,), }\n"),
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (10000000000000000000000000,), }\n"),
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': ((((3,), \n"),
+        npy("  x\n y\n"),
+        npy("{'descr': ',', 'fortran_order': False, 'shape': (3,), }\n"),
+    ],
+)
+def test_codec_refuses_what_numpy_cannot_read_whatever_it_raises(data: bytes, kind: tuple[str, str]) -> None:
+    stype, dtype = kind
+    with pytest.raises(RecordError, match="x: expected an array packed by to_record"):
+        to_state_dict(ArrayRecord({"x": Array(dtype, (3,), stype, data)}))
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "quint8", "bits8", "float32", "nn", ""])
+def test_codec_reads_bits_of_the_types_that_it_packs_only(dtype: str) -> None:
+    packed = to_record({"x": torch.ones(4).to(torch.float8_e4m3fn)})["x"]
+    with pytest.raises(RecordError, match="cannot be read: the type"):
+        to_state_dict(ArrayRecord({"x": Array(dtype, (4,), packed.stype, packed.data)}))
 
 
 def test_codec_owns_its_memory() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -33,6 +34,7 @@ THETA = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
 FOLDED = fold_norms(THETA, RESIDUAL)
 PIXELS = example_inputs(MODEL, torch.Generator().manual_seed(0))
 BIAS = "classifier.bias"
+SCALES = rotfed.random_transform(SPEC).elements["vo_scale"].shape
 
 
 def turned(partition: int, spec: rotfed.SymmetrySpec = SPEC) -> dict[str, Tensor]:
@@ -46,12 +48,16 @@ def own(partition: int) -> dict[str, Tensor]:
     return dict(EXAMPLES["vit"].model("AutoModelForImageClassification", seed=partition + 1).state_dict())
 
 
-class Grid(InProcessGrid):
-    """Records what is sent and received, and loses the replies of some nodes to some messages."""
+Answer = Callable[[str, int, RecordDict], RecordDict] | None
 
-    def __init__(self, app: ClientApp, nodes: int, lost: Iterable[tuple[int, str]] = ()) -> None:
+
+class Grid(InProcessGrid):
+    """Records what is sent and received, loses some nodes' replies to some messages, and puts others in their place."""
+
+    def __init__(self, app: ClientApp, nodes: int, lost: Iterable[tuple[int, str]] = (), answer: Answer = None) -> None:
         super().__init__(app, nodes)
         self.lost = set(lost)
+        self.answer = answer or (lambda action, node, content: content)
         self.sent: list[Message] = []
         self.received: list[Message] = []
         self.batches: list[list[tuple[str, int]]] = []
@@ -76,7 +82,12 @@ class Grid(InProcessGrid):
         for message in self.received:
             for key, record in message.content.array_records.items():
                 message.content[key] = ArrayRecord(dict(record))
-        return replies
+        return [
+            reply if reply.has_error() else Message(self.answer(*addressed[sent.index(to)], reply.content), reply_to=to)
+            for reply in replies
+            for to in sent
+            if reply.metadata.reply_to_message_id == to.metadata.message_id
+        ]
 
 
 def parties(
@@ -237,12 +248,14 @@ def test_the_result_is_in_the_frame_of_the_reference(mode: str) -> None:
 BAD_MODELS: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "nan": ({BIAS: THETA[BIAS] * torch.nan}, "classifier.bias: expected finite values"),
     "infinite": ({"vit.layernorm.weight": THETA["vit.layernorm.weight"] / 0}, "vit.layernorm.weight: expected finite"),
-    "misshapen": ({BIAS: torch.ones(1)}, r"classifier\.bias: expected"),
+    "misshapen": ({BIAS: torch.ones(1)}, r"classifier\.bias: expected|came first"),
+    "complex": ({BIAS: THETA[BIAS].to(torch.complex64)}, "classifier.bias: expected .* found torch.complex64"),
+    "float8": ({BIAS: THETA[BIAS].to(torch.float8_e4m3fn)}, "classifier.bias: expected .* found torch.float8"),
     "missing": ({"vit.layernorm.weight": None}, r"vit\.layernorm\.weight: expected"),
-    "unknown": ({"extra": torch.ones(1)}, "extra: (expected none|not a parameter)"),
+    "unknown": ({"extra": torch.ones(1)}, "extra: (expected none|not a parameter)|came first"),
     "other classes": (
         {"classifier.weight": torch.ones(5, 12), BIAS: torch.ones(5)},
-        r"classifier\.\w+: expected .*, found .*\(5,",
+        r"classifier\.\w+: expected .*, found .*\(5,|came first",
     ),
 }
 
@@ -253,25 +266,113 @@ def test_a_party_whose_model_cannot_be_used_is_skipped_and_named(
     bad: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes, reason = BAD_MODELS[bad]
-    # Of submitted models most are right; without, the first is what the others are held against.
-    odd = 2 if mode == "unsubmitted" else 0
 
     def model(partition: int) -> Params:
-        spoiled = {**turned(partition), **changes} if partition == odd else turned(partition)
+        spoiled = {**turned(partition), **changes} if partition == 0 else turned(partition)
         return {name: tensor for name, tensor in spoiled.items() if tensor is not None}
 
     start = MultiPartyStart(SPEC, **MODES[mode])
     flower = logging.getLogger("flwr")
     flower.addHandler(caplog.handler)
     try:
-        arrays = start.run(Grid(parties(model, refine=by_weights), 4))
+        arrays = start.run(Grid(parties(model, refine=by_weights), 3))
     finally:
         flower.removeHandler(caplog.handler)
     assert change(arrays) < 1e-5
-    assert start.report is not None and list(start.report.skipped) == [101 + odd]
-    assert re.search(reason, start.report.skipped[101 + odd])
-    assert f"node {101 + odd} skipped: {start.report.skipped[101 + odd]}" in caplog.text
-    assert [party.node_id for party in start.report.parties] == [n for n in range(101, 105) if n != 101 + odd]
+    assert start.report is not None and list(start.report.skipped) == [101]
+    assert re.search(reason, start.report.skipped[101])
+    assert f"node 101 skipped: {start.report.skipped[101]}" in caplog.text
+    assert [party.node_id for party in start.report.parties] == [102, 103]
+
+
+def with_entries(key: str, **entries: Any) -> Callable[[RecordDict], RecordDict]:
+    """A reply with other entries in one of its records."""
+
+    def changed(content: RecordDict) -> RecordDict:
+        record: Any = content[key]
+        return RecordDict(
+            {**content, key: type(record)({**record, **{k.replace("_", "-"): e for k, e in entries.items()}})}
+        )
+
+    return changed
+
+
+def only_to(action: str, nodes: Iterable[int], change: Callable[[RecordDict], RecordDict]) -> Answer:
+    return lambda asked, node, content: change(content) if asked == action and node in nodes else content
+
+
+def each(change: Callable[[Tensor], Tensor]) -> Callable[[RecordDict], RecordDict]:
+    """A reply with other values in its arrays."""
+
+    def changed(content: RecordDict) -> RecordDict:
+        arrays = to_state_dict(content.array_records["arrays"])
+        return RecordDict({**content, "arrays": to_record({name: change(t) for name, t in arrays.items()})})
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        each(torch.zeros_like),
+        each(lambda t: t * 1e30),
+        each(lambda t: t * 1e8 if t.shape == SCALES else t),
+        lambda content: RecordDict({**content, "arrays": to_record(own(1))}),
+    ],
+    ids=["zeros", "scaled", "blown up", "another model"],
+)
+def test_who_moves_what_others_handed_in_cannot_replace_it(lie: Callable[[RecordDict], RecordDict]) -> None:
+    start = MultiPartyStart(SPEC, anchor="tree", learned="own")
+    grid = Grid(parties(turned, lambda p: p + 1, by_weights), 4, answer=only_to("align", [104], lie))
+    assert change(start.run(grid)) < 1e-5
+    assert start.report is not None and list(start.report.data_free) == [104] and not start.report.skipped
+
+
+@pytest.mark.parametrize("mode", ["medoid", "unsubmitted"])
+@pytest.mark.parametrize("examples", [1e308, 1e-30, float("inf"), 10**400], ids=lambda count: str(count)[:5])
+def test_a_count_that_no_data_have_is_refused_by_node(mode: str, examples: float) -> None:
+    start = MultiPartyStart(SPEC, **MODES[mode], groups=[])
+    lie = only_to("align" if not start.submit else "submit", [101, 103], with_entries("metrics", num_examples=examples))
+    assert change(start.run(Grid(parties(lambda p: THETA), 4, answer=lie))) < 1e-5
+    assert start.report is not None and list(start.report.skipped) == [101, 103]
+    assert all("num-examples: expected" in reason for reason in start.report.skipped.values())
+
+
+def test_the_types_are_those_of_most_parties() -> None:
+    app = parties(lambda p: {n: t.bfloat16() if p == 0 else t for n, t in turned(p).items()})
+    for mode in ("medoid", "unsubmitted"):
+        arrays = MultiPartyStart(SPEC, **MODES[mode]).run(Grid(app, 3))
+        assert {t.dtype for t in to_state_dict(arrays).values()} == {torch.float32}
+        assert change(arrays) < 0.02
+
+
+@pytest.mark.parametrize("mode", ["progressive, own", "unsubmitted"])
+def test_the_mean_is_rounded_once_however_many_join(mode: str) -> None:
+    def narrow(partition: int) -> Params:
+        return {n: t.bfloat16() for n, t in own(partition % 4).items()}
+
+    as_it_is = lambda context: lambda source, anchor, share: rotfed.align(source, anchor, SPEC, groups=[])  # noqa: E731
+    start = MultiPartyStart(SPEC, **MODES[mode], groups=[])
+    found = to_state_dict(start.run(InProcessGrid(parties(narrow, refine=as_it_is), 16)))
+    exact = rotfed.weighted_mean([{n: t.double() for n, t in narrow(p).items()} for p in range(4)])
+    assert distance(found, exact) < 2e-3 * norm(exact)
+
+
+def test_a_model_that_overflows_when_folded_is_refused() -> None:
+    large = {n: t * 1e30 if n.endswith(("layernorm_before.weight", "q_proj.weight")) else t for n, t in THETA.items()}
+    lie = only_to("align", [101], lambda content: RecordDict({**content, "arrays": to_record(large)}))
+    start = MultiPartyStart(RESIDUAL, submit=False, min_parties=1)
+    app = parties(lambda p: turned(p, RESIDUAL), spec=RESIDUAL)
+    assert change(start.run(Grid(app, 3, answer=lie))) < 1e-5
+    assert start.report is not None and list(start.report.skipped) == [101]
+
+
+def test_of_two_kinds_of_models_as_many_neither_is_chosen() -> None:
+    other = {**THETA, "classifier.weight": torch.ones(5, 12), BIAS: torch.ones(5)}
+    with pytest.raises(AlignmentError, match="found 1 of one kind and as many of another; pass a reference"):
+        MultiPartyStart(SPEC, min_parties=1).run(Grid(parties(lambda p: THETA if p else other), 2))
+    start = MultiPartyStart(SPEC, min_parties=1, reference=THETA)
+    assert change(start.run(Grid(parties(lambda p: THETA if p else other), 2))) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["medoid", "tree, own", "unsubmitted"])
@@ -357,6 +458,12 @@ def test_generalized_procrustes_is_the_consensus() -> None:
         ({"learned": "both"}, "learned: expected None or one of own, together, found 'both'"),
         ({"rounds": 0}, "rounds: expected a whole number"),
         ({"min_parties": 0}, "min_parties: expected a whole number"),
+        ({"min_parties": "2"}, "min_parties: expected a whole number"),
+        ({"min_available_nodes": None}, "min_available_nodes: expected a whole number"),
+        ({"proper": "yes"}, "proper: expected True or False"),
+        ({"reference": {BIAS: THETA[BIAS]}}, "does not fit"),
+        ({"reference": {**THETA, BIAS: THETA[BIAS] * torch.nan}}, "classifier.bias: expected finite values"),
+        ({"reference": MODEL}, "parameters: expected a mapping"),
         ({"strength": 0.0}, "strength"),
         ({"groups": ["nope"]}, "nope"),
         ({"spec": None}, "spec: expected a SymmetrySpec"),
@@ -365,6 +472,17 @@ def test_generalized_procrustes_is_the_consensus() -> None:
 def test_bad_settings_are_refused_before_anything_is_sent(arguments: dict[str, Any], error: str) -> None:
     with pytest.raises(rotfed.RotfedError, match=error):
         MultiPartyStart(**{"spec": SPEC, **arguments})
+
+
+def test_a_bad_config_or_spec_is_refused_before_anybody_is_asked() -> None:
+    grid = Grid(parties(turned), 2)
+    bad: Any = {"lr": {"head": 0.1}}
+    with pytest.raises(AlignmentError, match="config: expected entries"):
+        MultiPartyStart(SPEC).run(grid, config=bad)
+    assert not grid.sent
+    bad = "vit"
+    with pytest.raises(rotfed.SpecError, match="spec: expected a SymmetrySpec"):
+        register_party(ClientApp(), lambda context: (THETA, 1), bad)
 
 
 def test_ordinary_rounds_go_on_from_the_start() -> None:
@@ -508,3 +626,65 @@ def test_together_a_party_that_fails_is_left_out_and_none_left_means_by_weights(
     assert start.report is not None and list(start.report.data_free) == [101, 102, 103]
     start.run(Grid(parties(turned), 2))
     assert list(start.report.data_free) == [101, 102]
+
+
+def other_name(content: RecordDict) -> RecordDict:
+    return RecordDict({"mine" if key == "arrays" else key: record for key, record in content.items()})
+
+
+@pytest.mark.parametrize(
+    ("action", "lie", "reason"),
+    [
+        ("descend", each(lambda t: torch.full_like(t, 1e6)), "up to 1000, found 1e.06"),
+        ("descend", each(lambda t: torch.full_like(t, 1e30)), "up to 1000, found 1e.30"),
+        ("descend", other_name, "the names differ"),
+        ("descend", with_entries("metrics", losses=[1.0]), "the names differ"),
+        ("descend", with_entries("metrics", num_examples=1e308), "num-examples: expected"),
+        ("keep", with_entries("metrics", num_examples=1e308), "num-examples: expected"),
+    ],
+)
+def test_together_one_liar_is_left_out_and_named(
+    action: str, lie: Callable[[RecordDict], RecordDict], reason: str
+) -> None:
+    def still(context: Context, server_round: int) -> Descent:
+        return lambda alignment: None
+
+    start = MultiPartyStart(SPEC, learned="together", rounds=1, groups=[])
+    arrays = start.run(Grid(parties(turned, descend=still), 3, answer=only_to(action, [102], lie)))
+    assert start.report is not None and list(start.report.data_free) == [102]
+    assert re.search(reason, start.report.data_free[102])
+    assert_recovers(to_state_dict(arrays), rotfed.weighted_mean([turned(p) for p in range(3)]))
+
+
+class Restless(Grid):
+    """Nodes that leave after they have handed in their models, while one comes that has none there."""
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [999] if self.sent else super().get_node_ids()
+
+
+def test_together_the_parties_are_asked_and_nobody_else() -> None:
+    def still(context: Context, server_round: int) -> Descent:
+        return lambda alignment: None
+
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    grid = Restless(parties(turned, descend=still), 2)
+    MultiPartyStart(SPEC, learned="together", rounds=2, groups=[]).run(grid)
+    assert random.random() == expected
+    assert grid.batches == [[(action, 101), (action, 102)] for action in ("submit", "keep", "descend", "descend")]
+
+
+def test_together_no_models_stay_behind_where_the_last_round_fails() -> None:
+    def failing(context: Context, server_round: int) -> Descent:
+        assert any(key.startswith("rotfed.kept") for key in context.state)
+        if server_round == 2:
+            raise RuntimeError("out of memory")
+        return lambda alignment: None
+
+    grid = Grid(parties(turned, descend=failing), 2)
+    start = MultiPartyStart(SPEC, learned="together", rounds=2, groups=[])
+    start.run(grid)
+    assert start.report is not None and not start.report.data_free
+    assert all(not context.state for context in grid.contexts.values())
