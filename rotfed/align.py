@@ -85,7 +85,7 @@ def align(
     transform = moved_by(components)
     params = transform.move(source)
     # Rounding to the source's own type (bfloat16) can cost more than the alignment of two near frames gains, and what
-    # that type cannot hold is infinitely far away.
+    # that type cannot hold is at no distance at all.
     kept = [c for c in components if problem.distance2(params, c) < problem.distance2(source, c)]
     if len(kept) < len(components):
         transform = moved_by(kept)

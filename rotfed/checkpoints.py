@@ -19,7 +19,7 @@ from rotfed.checks import with_plain_experts
 from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError, SpecError
 from rotfed.library import load_spec, refusing
-from rotfed.mergers import restore_type
+from rotfed.mergers import Params, restore_type
 from rotfed.spec import SymmetrySpec
 
 _SAFETENSORS_TYPES = {
@@ -124,9 +124,16 @@ class Checkpoint:
     params: Mapping[str, Tensor]
     types: Mapping[str, torch.dtype]
 
-    def restored(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of `params` that the files hold, in the files' order and types."""
-        return {name: restore_type(params[name], dtype) for name, dtype in self.types.items()}
+    def restored(self, params: Mapping[str, Tensor], sources: Params | None = None) -> dict[str, Tensor]:
+        """Those of `params` that the files hold, in the files' order and types.
+
+        Raises TransformError where a type cannot hold them; `sources`, what they were made from, is for `round_to`.
+        """
+        cause = f"in the form in which models are averaged; save {self.path} in a wider type"
+        return {
+            name: restore_type(params[name], dtype, name, cause, sources[name] if sources else None)
+            for name, dtype in self.types.items()
+        }
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rotfed.errors import AlignmentError
 from rotfed.spec import check_parameters
-from rotfed.transform import to_work
+from rotfed.transform import round_to, to_work
 
 Params = Mapping[str, Tensor]
 
@@ -60,7 +60,8 @@ def weighted_mean(models: Iterable[Params], weights: Sequence[float] | None = No
     """The weighted mean of models that share a frame.
 
     Accumulated in float64, returned in the types of the first model; whole-number buffers are rounded, flags go
-    with the majority. Nothing is mutated. Raises RotfedError for models that differ in names or shapes.
+    with the majority. Nothing is mutated. Raises RotfedError for models that differ in names or shapes, and for a mean
+    that is too large for its type.
     """
     models = alike(models)
     shares = normalised_weights(len(models), weights)
@@ -70,7 +71,8 @@ def weighted_mean(models: Iterable[Params], weights: Sequence[float] | None = No
         total = base = to_work(first)
         for model, share in zip(models[1:], shares[1:], strict=True):
             total = total + (to_work(model[name]).to(base.device) - base) * share
-        mean[name] = restore_type(total, first.dtype).to(first.device)
+        cause = "in the mean; put a model of a wider type first"
+        mean[name] = restore_type(total, first.dtype, name, cause).to(first.device)
     return mean
 
 
@@ -102,10 +104,10 @@ def mean_by_rows(models: Sequence[Params], weights: Sequence[float]) -> dict[str
     return mean
 
 
-def restore_type(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mean computed in floating point as `dtype`: whole numbers rounded, flags by majority."""
+def restore_type(value: Tensor, dtype: torch.dtype, name: str, cause: str, source: Tensor | None = None) -> Tensor:
+    """A mean computed in floating point as `dtype`: whole numbers rounded, flags by majority, others by `round_to`."""
     if dtype == torch.bool:
         return value >= 0.5
     if not dtype.is_floating_point:
         return value.round().to(dtype)
-    return value.to(dtype)
+    return round_to(value, dtype, name, cause, source, noise=1e-13)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rotfed.axes import parts
 from rotfed.errors import SpecError
 from rotfed.spec import Entry, Residual, SymmetrySpec, check_is_spec, in_layers, shared_values
-from rotfed.transform import to_work
+from rotfed.transform import round_to, to_work
 
 Params = Mapping[str, Tensor]
 
@@ -72,7 +72,7 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     under LayerNorm the mean over the stream, which no layer reads, is taken off all that writes to it. Elsewhere the
     parameters are returned as they are. Computed in float64, returned in the types given; nothing is mutated. Raises
     SpecError where a bias that no layer takes up meets a gain near zero, or where parameters that share their values
-    would no longer.
+    would no longer, TransformError where a value would leave the range of its type.
     """
     check_is_spec(spec)
     if spec.residual is None:
@@ -89,6 +89,7 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
         if name in entries and (dim := _stream_axis(entries[name])) is not None
     }
     read = set()
+    norms: dict[str, str] = {}
     for norm, readers in _beside(spec.residual.folds, ".weight", wide, streams, spec.num_layers):
         if not readers:
             raise SpecError(
@@ -112,6 +113,7 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
                     )
         for reader in readers:
             streams[f"{reader}.weight"] *= gain
+            norms |= dict.fromkeys((f"{reader}.weight", f"{reader}.bias"), f"{norm}.weight")
         gain.fill_(spec.residual.unit)
     for scale, writers in _beside(spec.residual.scales, "", wide, streams, spec.num_layers):
         for name in (f"{writer}.{part}" for writer in writers for part in ("weight", "bias")):
@@ -123,7 +125,10 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
             streams[name] -= streams[name].mean(-1, keepdim=True)
     folded = dict(params)
     for spec_name, name in resolution.names.items():
-        folded[name] = wide[spec_name].to(device=params[name].device, dtype=params[name].dtype)
+        source, by = params[name], norms.get(spec_name, "the mean of the stream")
+        cause = f"after folding {by}; fold parameters in a wider type"
+        # What is left where centring takes off all there is are rounding errors of float64.
+        folded[name] = round_to(wide[spec_name], source.dtype, name, cause, source, noise=1e-13).to(source.device)
     for owner, name, same_view in shared_values(params):
         kept = all(torch.equal(folded[one], params[one]) for one in (owner, name))
         if not kept and not (same_view and torch.equal(folded[owner], folded[name])):

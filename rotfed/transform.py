@@ -48,23 +48,17 @@ class Transform:
         group acts are the very same objects. Raises SpecError where the spec does not fit `params`, TransformError
         where a value would leave the range of its type.
         """
-        moved = self.move(params)
-        for name, tensor in moved.items():
-            if tensor is not params[name] and not bool(tensor.isfinite().all()) and bool(params[name].isfinite().all()):
-                blocks = [block for block in self.spec.resolve(params).blocks if name in block.params]
-                acting = dict.fromkeys(a.group.name for b in blocks for a in b.actions if a.group.name in self.elements)
-                raise TransformError(
-                    f"{name}: expected values that {tensor.dtype} can hold, found larger ones after "
-                    f"{', '.join(acting)}; apply the transform to parameters in a wider type"
-                )
-        return moved
+        return self.move(params, strict=True)
 
-    def move(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `apply` returns, without a look at whether the types of `params` can hold it."""
+    def move(self, params: Mapping[str, Tensor], strict: bool = False) -> dict[str, Tensor]:
+        """What `apply` returns; unless `strict`, a tensor that its type cannot hold is NaN throughout."""
         wide: dict[tuple[str, ...], Tensor] = {}
+        acting: dict[tuple[str, ...], dict[str, None]] = {}
         for block in self.spec.resolve(params).blocks:
-            if not any(action.group.name in self.elements for action in block.actions):
+            groups = [action.group.name for action in block.actions if action.group.name in self.elements]
+            if not groups:
                 continue
+            acting.setdefault(block.params, {}).update(dict.fromkeys(groups))
             if block.params not in wide:
                 wide[block.params] = to_work(block.gather(params)).clone(memory_format=torch.contiguous_format)
             view = block.view(wide[block.params])
@@ -73,7 +67,15 @@ class Transform:
         for names, tensor in wide.items():
             parts = tensor if len(names) > 1 else [tensor.reshape(params[names[0]].shape)]
             for name, part in zip(names, parts, strict=True):
-                moved[name] = part.to(device=params[name].device, dtype=params[name].dtype)
+                source = params[name]
+                cause = f"after {', '.join(acting[names])}; apply the transform to parameters in a wider type"
+                try:
+                    rounded = round_to(part, source.dtype, name, cause, source)
+                except TransformError:
+                    if strict:
+                        raise
+                    rounded = torch.full_like(part, torch.nan).to(source.dtype)
+                moved[name] = rounded.to(source.device)
         return moved
 
     def _elements_on(self, device: torch.device) -> dict[str, Tensor]:
@@ -163,3 +165,30 @@ def to_work(tensor: Tensor) -> Tensor:
     """A tensor in the type that rotfed computes in, float64, on its own device where that has such a type."""
     device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
     return tensor.detach().to(device=device, dtype=torch.float64)
+
+
+def round_to(
+    wide: Tensor, dtype: torch.dtype, name: str, cause: str, source: Tensor | None = None, noise: float = 0.0
+) -> Tensor:
+    """What was computed in float64, in the floating-point type of a parameter.
+
+    Raises TransformError, with `name` and `cause`, where finite values grow beyond the range of `dtype`, and, where the
+    `source` is given that they were computed from, where they shrink below it: where the whole tensor loses a larger
+    share of its norm than rounding took of its source's. Losses up to `noise` times the source's norm are none.
+    """
+    rounded, before = wide.to(dtype), wide if source is None else to_work(source)
+    if not bool(before.isfinite().all()):
+        return rounded
+    # torch cannot look at values of the float8 types.
+    held = to_work(rounded)
+    found = "" if bool(held.isfinite().all()) else "larger"
+    if source is not None and dtype != torch.float64 and not found:
+        lost, left, norm = (float(tensor.norm()) for tensor in (held - wide, wide, before))
+        # Rounding takes up to half of eps of a value, and below the smallest normal number a step of fixed size.
+        kind = torch.finfo(dtype)
+        took = kind.eps * (norm + kind.smallest_normal * wide.numel() ** 0.5)
+        if lost > noise * norm and lost * norm > 4 * took * left:
+            found = "smaller"
+    if found:
+        raise TransformError(f"{name}: expected values that {dtype} can hold, found {found} ones {cause}")
+    return rounded

@@ -125,6 +125,32 @@ def test_what_the_type_cannot_hold_is_refused_by_transforms_and_not_chosen(dtype
     assert_recovers(rotfed.align({n: t.double() for n, t in source.items()}, anchor, spec).params, anchor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_shrinks_below_the_type_is_refused_by_transforms_and_not_chosen(dtype: torch.dtype) -> None:
+    spec, theta = backbone("bert")
+    value = "encoder.layer.0.attention.self.value.weight"
+    small = 10 * torch.finfo(dtype).tiny
+    source = {n: (t * small if ".self.value." in n else t).to(dtype) for n, t in theta.items()}
+    down = rotfed.Transform(spec, {"vo_scale": torch.full((2, 3, 1), 2e-3, dtype=torch.float64)})
+    with pytest.raises(rotfed.TransformError, match=f"{value}: expected values that {dtype}.*smaller ones after vo_sc"):
+        down.apply(source)
+    assert down.inverse().apply(source)
+    if dtype == torch.float16:
+        anchor = down.apply({n: t.double() for n, t in source.items()})
+        assert_same(rotfed.align(source, anchor, spec, groups=["vo_scale"]).params, source)
+        wide = rotfed.align({n: t.float() for n, t in source.items()}, anchor, spec, groups=["vo_scale"])
+        assert_recovers(wide.params, anchor)
+
+
+def test_parameters_that_are_tiny_already_are_moved(generator: torch.Generator) -> None:
+    # A key's bias has no gradient: after training it is what rounding left.
+    spec, theta = backbone("bert")
+    source = {n: (t * 1e-6 if n.endswith("key.bias") else t).half() for n, t in theta.items()}
+    moved = rotfed.Transform(spec, {"qk": rotfed.random_transform(spec, generator).elements["qk"]}).apply(source)
+    alignment = rotfed.align(moved, source, spec)
+    assert alignment.distance_after < 0.01 * alignment.distance_before
+
+
 def test_values_whose_squares_overflow_are_refused_by_name() -> None:
     spec, theta = backbone("bert")
     name = "encoder.layer.0.attention.self.value.weight"

@@ -215,6 +215,15 @@ def test_means_keep_types() -> None:
     assert_same(mean, {"w": torch.tensor([5 / 3, 8 / 3]).bfloat16(), "n": torch.tensor(4), "f": models[0]["f"]})
 
 
+def test_a_mean_too_large_for_its_type_is_refused() -> None:
+    models = [{"w": torch.ones(2).half()}, {"w": torch.full((2,), 3e5)}]
+    with pytest.raises(rotfed.TransformError, match=r"w: expected values that torch.float16 .*larger ones in the mean"):
+        weighted_mean(models)
+    assert weighted_mean(models[::-1])["w"].isfinite().all()
+    # What nearly cancels may be as small as it likes.
+    assert 0 < weighted_mean([{"w": torch.tensor([x]).half()} for x in (1.002e-3, -1e-3)])["w"] < 2e-6
+
+
 def test_shared_and_coupled_groups_are_recovered() -> None:
     spec, theta = small_spec(), small_params(torch.Generator().manual_seed(1))
     chosen = ["qk", "qk_scale", "ff"]

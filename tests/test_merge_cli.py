@@ -172,6 +172,26 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, tmp_path: Path, gene
     assert relative_change(expected, outputs(loaded.float(), loaded.state_dict(), inputs)) < 0.1
 
 
+def test_what_the_files_type_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    paths = copies(tmp_path, "vit", torch.float16, 2)
+    bias = "classifier.bias"
+    rewrite(paths[1], lambda tensors: {name: tensor.float() for name, tensor in tensors.items()})
+    rewrite(paths[1], lambda tensors: {**tensors, bias: tensors[bias] + 3e5})
+    error = refused("merge", *paths, "-o", tmp_path / "out", *QUICK, "--no-residual")
+    assert f"{bias}: expected values that torch.float16 can hold, found larger ones" in error
+    assert f"save {paths[0]} in a wider type" in error
+
+    def louder(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+        loud = ("layernorm_before.weight", "query.weight")
+        return {name: tensor * factor if name.endswith(loud) else tensor for name, tensor in tensors.items()}
+
+    for factor, found in ((700, "larger"), (3e-4 / 700, "smaller")):
+        rewrite(paths[0], lambda tensors, f=factor: louder(tensors, f))  # type: ignore[misc]
+        error = refused("merge", paths[0], paths[0], "-o", tmp_path / "out", *QUICK)
+        assert f"found {found} ones in the form in which models are averaged" in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_shards_are_read_and_the_rest_of_the_directory_comes_along(tmp_path: Path) -> None:
     one, other = parties(tmp_path, "bert", "BertForSequenceClassification", {}, {})
     assert run("merge", one, other, "-o", tmp_path / "whole", *QUICK).exit_code == 0

@@ -96,6 +96,26 @@ def test_folding_keeps_the_function_and_changes_nothing_twice(case: str, generat
             rotfed.align(theta, folded, spec)
 
 
+@pytest.mark.parametrize(("dtype", "gain", "found"), [(torch.float16, 1e5, "larger"), (torch.float16, 1e-6, "smaller"),
+    (torch.float32, 1e39, "larger"), (torch.float64, 1e308, "larger")])  # fmt: skip
+def test_folding_refuses_what_the_type_cannot_hold(dtype: torch.dtype, gain: float, found: str) -> None:
+    # In two factors, each of which the type does hold.
+    _, spec, theta = built("vit")
+    part = {"layernorm_before.weight": gain**0.5, "q_proj.weight": 10 * gain**0.5}
+    odd = {n: (next((f for end, f in part.items() if n.endswith(end)), 1) * t).to(dtype) for n, t in theta.items()}
+    with pytest.raises(
+        rotfed.TransformError, match=rf"q_proj.weight: .*{found} ones after folding layers.0.layernorm_b"
+    ):
+        fold_norms(odd, spec)
+
+
+def test_folding_takes_constants_off_in_half_precision() -> None:
+    # A bias that is the same everywhere is nothing but what centring takes off.
+    _, spec, theta = built("vit")
+    half = {n: (torch.full_like(t, 0.1) if n.endswith("o_proj.bias") else t).half() for n, t in theta.items()}
+    assert not fold_norms(half, spec)["vit.layers.0.attention.o_proj.bias"].any()
+
+
 @every_case
 def test_alignment_recovers_a_moved_model(case: str, generator: torch.Generator) -> None:
     _, spec, theta = built(case)

@@ -37,6 +37,8 @@ def common_form(
         except SpecError as refusal:
             refused = str(refusal)
         else:
+            for model in models:
+                first.restored(model, first.params)
             return spec, models, f"residual stream: aligned ({stream_of_spec(spec)})"
     return first.spec, common.models, f"residual stream: left as it is ({refused})"
 
