@@ -1,5 +1,6 @@
 """The loss along the line between two models: what an average of the two would cost."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +72,15 @@ def line(points: int) -> list[float]:
 
 
 def losses_along(loss: Callable[[Params], float], one: Params, other: Params, places: Sequence[float]) -> list[float]:
-    """The loss of (1 - t) one + t other at each place t. Raises AlignmentError for models that differ in shapes."""
-    return [loss(weighted_mean([one, other], [1 - place, place])) for place in places]
+    """The loss of (1 - t) one + t other at each place t.
+
+    Raises AlignmentError for models that differ in shapes, and for a loss that is not finite.
+    """
+    losses = [loss(weighted_mean([one, other], [1 - place, place])) for place in places]
+    for place, found in zip(places, losses, strict=True):
+        if not math.isfinite(found):
+            raise AlignmentError(f"loss: expected a finite number at {place:g} of the line, found {found}; check data")
+    return losses
 
 
 def barrier_of(places: Sequence[float], losses: Sequence[float]) -> float:

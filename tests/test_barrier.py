@@ -32,6 +32,8 @@ def test_the_line_runs_from_one_model_to_the_other() -> None:
     assert barrier_of(line(5), losses) == 1.0
     with pytest.raises(AlignmentError, match="expected at least 3"):
         line(2)
+    with pytest.raises(AlignmentError, match=r"loss: expected a finite number at 0.5 of the line, found nan"):
+        losses_along(lambda params: float("nan") if params["w"] == 0 else 1.0, one, other, line(3))
     with pytest.raises(AlignmentError, match=r"w: expected shape \(1,\)"):
         losses_along(lambda _: 0.0, one, {"w": torch.zeros(2)}, line(3))
 

@@ -80,8 +80,9 @@ def barrier(
             "places": places,
             **lines,
         }
-        (out / "barrier.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        # The picture, which can fail in more ways, comes first.
         _draw(figure, out / "barrier.png", places, lines)
+        (out / "barrier.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         console.print(
             f"barrier: {lines['before']['barrier']:.4f} before alignment, {lines['after']['barrier']:.4f} after (nats)"
         )
