@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,8 @@ def weight_files(path: Path) -> list[Path]:
         return [single]
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        try:
+        with refusing(f"{index}: expected an index of safetensors files"):
             return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise SpecError(f"{index}: expected an index of safetensors files, found {error!r}") from error
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise SpecError(f"{path}: expected a whole model, found an adapter; merge it into its model first")
     return sorted(path.glob("*.safetensors"))
@@ -123,6 +122,19 @@ class Checkpoint:
     spec: SymmetrySpec
     params: Mapping[str, Tensor]
     types: Mapping[str, torch.dtype]
+
+    @cached_property
+    def tokens(self) -> dict[int, str]:
+        """The token of each row, from the directory's tokenizer.json; empty without one."""
+        file = self.path / "tokenizer.json"
+        if not file.is_file():
+            return {}
+        with refusing(f"{file}: expected a tokenizer"):
+            table = json.loads(file.read_text(encoding="utf-8"))
+            vocab = table["model"]["vocab"]
+            pairs = vocab.items() if isinstance(vocab, dict) else ((token, row) for row, (token, _) in enumerate(vocab))
+            added = ((entry["content"], entry["id"]) for entry in table["added_tokens"])
+            return {int(row): token for token, row in (*pairs, *added)}
 
     def restored(self, params: Mapping[str, Tensor], sources: Params | None = None) -> dict[str, Tensor]:
         """Those of `params` that the files hold, in the files' order and types.
@@ -200,7 +212,9 @@ def common_parameters(checkpoints: Sequence[Checkpoint]) -> Common:
             if found == str(tuple(expected.shape)):
                 continue
             difference = f"{tuple(expected.shape)}, {found} in {other.path}"
-            refused = _rows_apart(first, other, name, params[name]) if name in params else "one version of transformers"
+            refused = "one version of transformers"
+            if name in params:
+                refused = _rows_apart(first, other, name, params[name], name in loose)
             if not refused:
                 uneven.setdefault(name, difference)
             elif name not in loose:
@@ -224,11 +238,12 @@ def common_parameters(checkpoints: Sequence[Checkpoint]) -> Common:
     return Common([{name: params[name] for name in shared} for params in renamed], kept, left_out, uneven)
 
 
-def _rows_apart(first: Checkpoint, other: Checkpoint, name: str, found: Tensor) -> str:
+def _rows_apart(first: Checkpoint, other: Checkpoint, name: str, found: Tensor, loose: bool) -> str:
     """Of what to merge models instead, where a parameter of the other model is not the first rows of the first one's.
 
     That is sure of tables of positions in the architectures above, and of the rows of a vocabulary (of embeddings and
-    of heads) where the two tokenizers give the same token to each row that both have.
+    of heads) where the two tokenizers give a token to each row that both have; `_check_alike` has seen that it is the
+    same. A `loose` one may be the head of a classifier, which has as many rows as there are labels.
     """
     expected, two = first.params[name], (first, other)
     apart = expected.ndim == 0 or found.ndim == 0 or found.shape[1:] != expected.shape[1:]
@@ -237,29 +252,15 @@ def _rows_apart(first: Checkpoint, other: Checkpoint, name: str, found: Tensor) 
         paddings = {getattr(checkpoint.config, "pad_token_id", None) for checkpoint in two}
         if apart or first.spec.model_type not in _POSITIONS_BY_ROW or len(paddings) > 1:
             return f"one length, for rows of these tables are not sure to mean the same ({first.spec.model_type})"
-    elif apart or [len(expected), len(found)] != [getattr(c.config, "vocab_size", None) for c in two]:
+    elif (
+        apart
+        or (lengths := [len(expected), len(found)]) != [getattr(c.config, "vocab_size", None) for c in two]
+        or (loose and lengths == [c.config.num_labels for c in two])
+    ):
         return "one architecture and vocabulary"
-    else:
-        rows = min(len(expected), len(found))
-        tokens, others = ({row: t for row, t in _tokens(c.path).items() if row < rows} for c in two)
-        if len(tokens) < rows or tokens != others:
-            return f"one vocabulary, for no tokenizer.json of each gives all first {rows} rows the same tokens"
+    elif not all(c.tokens.keys() >= set(range(min(lengths))) for c in two):
+        return f"one vocabulary, for no tokenizer.json of each gives all first {min(lengths)} rows the same tokens"
     return "" if len(expected) > len(found) else f"such lengths with {other.path} first, which has the longer table"
-
-
-def _tokens(path: Path) -> dict[int, str]:
-    """The token of each row, from a directory's tokenizer.json; empty without one."""
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        return {}
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-        vocab = table["model"]["vocab"]
-        pairs = vocab.items() if isinstance(vocab, dict) else ((token, row) for row, (token, _) in enumerate(vocab))
-        added = ((entry["content"], entry["id"]) for entry in table["added_tokens"])
-        return {int(row): token for token, row in (*pairs, *added)}
-    except (ValueError, KeyError, TypeError) as error:
-        raise SpecError(f"{file}: expected a tokenizer, found {error!r}; download it again") from error
 
 
 def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
@@ -269,6 +270,18 @@ def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
             raise AlignmentError(
                 f"{other.path}: expected {name} {expected} as in {first.path}, found {found}; merge models of one "
                 "architecture"
+            )
+    labels, found = ({name: row for row, name in (c.config.id2label or {}).items()} for c in (first, other))
+    if odd := [name for name, row in labels.items() if len(found) == len(labels) and found.get(name, row) != row]:
+        raise AlignmentError(
+            f"{other.path}: expected label {odd[0]!r} at {labels[odd[0]]} as in {first.path}, found it at "
+            f"{found[odd[0]]}; merge classifiers that number their labels alike"
+        )
+    for row, token in other.tokens.items():
+        if (expected := first.tokens.get(row, token)) != token:
+            raise AlignmentError(
+                f"{other.path}: expected token {row} {expected!r} as in {first.path}, found {token!r}; merge models of "
+                "one vocabulary"
             )
     if other.spec != first.spec:
         settings = "; ".join(other_settings(first, other)) or "unequal files"
@@ -415,8 +428,9 @@ def read_examples(path: Path, model: nn.Module) -> dict[str, Tensor]:
         shown = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise SpecError(f"{path}: expected as many examples in every tensor, at least one, found {shown}")
     wide = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
-    if odd := [name for name, tensor in wide.items() if bool(tensor.isnan().any())]:
-        raise SpecError(f"{odd[0]}: expected numbers in {path}, found NaN; take these examples out")
+    if odd := [name for name, tensor in wide.items() if tensor.is_complex() or not bool(tensor.isfinite().all())]:
+        found = str(wide[odd[0]].dtype) if wide[odd[0]].is_complex() else "NaN or infinity"
+        raise SpecError(f"{odd[0]}: expected finite real numbers in {path}, found {found}; take these examples out")
     return wide
 
 
@@ -460,8 +474,10 @@ def _loading(path: Path) -> contextlib.AbstractContextManager[None]:
 
 def check_target(out: Path, models: Sequence[Path], force: bool) -> None:
     """Raise AlignmentError where a new model directory cannot take the place of what is at `out`."""
-    if any(out.resolve() == model.resolve() for model in models):
+    if any(out.resolve().is_relative_to(model.resolve()) for model in models):
         raise AlignmentError(f"{out}: expected a directory of its own, found one of the models; write elsewhere")
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise AlignmentError(f"{out}: expected a directory of its own, found the one to work in; write elsewhere")
     if not out.exists():
         return
     if not out.is_dir():
@@ -471,9 +487,13 @@ def check_target(out: Path, models: Sequence[Path], force: bool) -> None:
         raise AlignmentError(
             f"{out}: expected no such directory, or an empty one, found {inside[0]} in it; add --force"
         )
-    folders = [name for name in inside if (out / name).is_dir() and name != _TEMPLATES]
-    if inside and ("config.json" not in inside or folders):
-        found = f"the folder {folders[0]} in it" if folders else "no config.json in it"
+    others = [
+        path.name
+        for path in sorted(out.iterdir())
+        if path.name != _TEMPLATES and (path.is_dir() or path.suffix not in {*_COPIED, ".safetensors"})
+    ]
+    if inside and ("config.json" not in inside or others):
+        found = f"{others[0]} in it" if others else "no config.json in it"
         raise AlignmentError(f"{out}: expected a model directory to replace, found {found}; write elsewhere")
 
 
@@ -486,6 +506,7 @@ def write_checkpoint(out: Path, params: Mapping[str, Tensor], like: Path) -> Non
     """
     out = out.resolve()
     new, old = (out.parent / f".{out.name}.{os.getpid()}.{state}" for state in ("new", "old"))
+    fresh = [folder for folder in out.parents if not folder.exists()]
     try:
         new.mkdir(parents=True)
         copied = [path for path in like.iterdir() if path.is_file() and path.suffix in _COPIED]
@@ -510,3 +531,7 @@ def write_checkpoint(out: Path, params: Mapping[str, Tensor], like: Path) -> Non
             shutil.rmtree(old, ignore_errors=True)
         elif old.exists():
             old.rename(out)
+        else:
+            with contextlib.suppress(OSError):
+                for folder in fresh:
+                    folder.rmdir()

@@ -364,15 +364,57 @@ def test_each_row_is_the_mean_of_the_models_that_have_it(tmp_path: Path) -> None
     write_tokenizer(paths[1], tokens, listed=True)
     assert run("merge", *paths, "-o", tmp_path / "listed", *options).exit_code == 0
     sentence = f"found (27, 12) in {paths[1]}; merge models of one vocabulary, for no tokenizer.json of each gives all"
-    for other in (tokens[::-1], tokens[:-1]):
-        write_tokenizer(paths[1], other)
-        assert sentence in refused("merge", *paths, "-o", tmp_path / "no")
-    (paths[1] / "tokenizer.json").write_text("[]")
-    assert "tokenizer.json: expected a tokenizer, found" in refused("merge", *paths, "-o", tmp_path / "no")
+    write_tokenizer(paths[1], tokens[:-1])
+    assert sentence in refused("merge", *paths, "-o", tmp_path / "no")
+    write_tokenizer(paths[1], tokens[::-1])
+    assert "expected token 0 'token 0' as in" in refused("merge", *paths, "-o", tmp_path / "no")
+    for damaged in ("[]", "[" * 100_000, '{"model": {"vocab": {"a": 1e999}}, "added_tokens": []}'):
+        (paths[1] / "tokenizer.json").write_text(damaged)
+        assert "tokenizer.json: expected a tokenizer, found" in refused("merge", *paths, "-o", tmp_path / "no")
     for path in paths:
         (path / "tokenizer.json").unlink()
     assert sentence in refused("merge", *paths, "-o", tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+def test_tokens_and_labels_have_to_mean_the_same(tmp_path: Path) -> None:
+    one, other = parties(tmp_path, "bert", "BertForMaskedLM", {}, {})
+    words = [f"w{row}" for row in range(30)]
+    command = ("merge", one, other, "-o", tmp_path / "out", *QUICK)
+    write_tokenizer(one, words)
+    assert run(*command).exit_code == 0
+    write_tokenizer(other, words, listed=True)
+    assert run(*command, "--force").exit_code == 0
+    write_tokenizer(other, [*words[:7], "x", *words[8:]])
+    assert f"{other}: expected token 7 'w7' as in {one}, found 'x'; merge" in refused(*command, "--force")
+
+    labels = {"id2label": {0: "cat", 1: "dog"}}, {"id2label": {0: "dog", 1: "cat"}}
+    one, other = parties(tmp_path / "labels", "vit", "ViTForImageClassification", *labels)
+    assert f"{other}: expected label 'cat' at 0 as in {one}, found it at 1" in refused(
+        "merge", one, other, *command[3:], "--force"
+    )
+
+
+def test_the_rows_of_a_classifier_are_no_vocabulary(tmp_path: Path) -> None:
+    head = "BertForSequenceClassification"
+    changes = [{"vocab_size": rows, "num_labels": rows} for rows in (32, 30)]
+    one, other = parties(tmp_path, "bert", head, *changes)
+    for path, rows in ((one, 32), (other, 30)):
+        write_tokenizer(path, [f"token {row}" for row in range(rows)])
+    result = run("merge", one, other, "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert f"kept from {one}, not merged: classifier.bias ((32,), (30,) in {other}), classifier.weight" in result.stdout
+
+
+def test_a_buffer_of_another_length_does_not_keep_the_stream_from_moving(tmp_path: Path) -> None:
+    lengths = [{"max_position_embeddings": length} for length in (24, 16)]
+    paths = parties(tmp_path, "roberta", "RobertaForSequenceClassification", *lengths)
+    for path, length in zip(paths, (24, 16), strict=True):
+        rewrite(path, lambda t, n=length: {**t, "roberta.embeddings.position_ids": torch.arange(n)[None]})  # type: ignore[misc]
+    result = run("merge", *paths, "-o", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "residual stream: aligned (permutation)" in result.stdout
+    assert f"kept from {paths[0]}, not merged: roberta.embeddings.position_ids" in result.stdout
 
 
 def test_settings_that_change_the_function_are_said(tmp_path: Path) -> None:
@@ -397,6 +439,9 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (other / "model.safetensors").write_bytes(b"damaged")
     assert f"{other / 'model.safetensors'}: expected a safetensors file" in refused("merge", one, other, "-o", out)
     (other / "model.safetensors").unlink()
+    (other / "model.safetensors.index.json").write_text("[" * 100_000)
+    assert "index.json: expected an index of safetensors files, found" in refused("merge", one, other, "-o", out)
+    (other / "model.safetensors.index.json").unlink()
     assert f"{other}: expected a model directory with safetensors files, found none" in refused(
         "merge", other, one, "-o", out
     )
@@ -418,9 +463,17 @@ def test_a_directory_that_is_there_is_replaced_only_when_asked_to(tmp_path: Path
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert "found one of the models" in refused("merge", one, other, "-o", other, "--force")
     (out / "checkpoint-1").mkdir()
-    assert "found the folder checkpoint-1 in it" in refused("merge", one, other, "-o", out, "--force")
+    assert "found checkpoint-1 in it" in refused("merge", one, other, "-o", out, "--force")
+    (out / "checkpoint-1").rmdir()
+    (out / "notes.csv").write_text("not of the model")
+    assert "expected a model directory to replace, found notes.csv in it" in refused(
+        "merge", one, other, "-o", out, "--force"
+    )
+    assert (out / "notes.csv").exists()
+    assert "found one of the models" in refused("merge", one, other, "-o", one / "sub")
     assert "expected a model directory to replace" in refused("merge", one, other, "-o", tmp_path, "--force")
-    assert "found a file" in refused("merge", one, other, "-o", one / "config.json", "--force")
+    assert "found a file" in refused("merge", one, other, "-o", out / "config.json", "--force")
+    assert "found the one to work in" in refused("merge", one, other, "-o", "")
 
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +492,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     for owner, name, broken in ((checkpoints, "save_file", full), (Path, "rename", stuck)):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, broken)
-            for target in ("out", "new"):
+            for target in ("out", "new", "deep/er"):
                 error = refused("merge", one, other, "-o", tmp_path / target, *QUICK, "--weights", "3,1", "--force")
                 assert f"{tmp_path / target}: expected to write a model there, found: no space left" in error
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "out"]
@@ -491,6 +544,8 @@ def test_losses_are_measured_on_examples(
         (lambda t: {"pixel_values": t["pixel_values"]}, f"labels: expected in {changed}, found pixel_values"),
         (lambda t: {"images": t["pixel_values"], "labels": t["labels"]}, f"images: {arguments}"),
         (lambda t: {**t, "labels": t["labels"][:3].clone()}, "at least one, found labels 3, pixel_values 40"),
+        (lambda t: {**t, "pixel_values": t["pixel_values"] / 0}, "pixel_values: expected finite real numbers in"),
+        (lambda t: {**t, "pixel_values": t["pixel_values"] * 1j}, "found torch.complex64; take these examples out"),
         (lambda t: {**t, "labels": t["labels"] + 90}, "found labels (40,), pixel_values (40, 1, 8, 8): Target 9"),
     ]:
         save_file(change(load_file(data)), changed)
@@ -530,6 +585,34 @@ def test_learning_lowers_the_loss_on_examples_kept_aside(tmp_path: Path, generat
         assert float(epochs) == pytest.approx(int(seen) / 40, abs=0.01) and before != after
     # What was printed for the last alignment is what the model that was written has.
     assert f"│ merged │ {steps[-1][2]}" in re.sub(" +", " ", result.stdout)
+
+
+def test_examples_without_labels_teach_nothing(tmp_path: Path, generator: torch.Generator) -> None:
+    one, other = parties(tmp_path, "vit", "ViTForImageClassification", {}, {})
+    data = examples_of(EXAMPLES["vit"].model("ViTForImageClassification"), tmp_path / "data.safetensors", generator)
+    some = load_file(data)
+    save_file({**some, "labels": torch.where(torch.arange(40) % 3 == 0, -100, some["labels"])}, data)
+    learn = ["--learn", "2", "--batch-size", "1", "--data", data]
+    result = run("merge", one, other, "-o", tmp_path / "out", *learn)
+    assert result.exit_code == 0 and "learned: 2 steps" in result.stdout, result.output
+
+
+def test_nothing_is_written_where_the_last_measurement_fails(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = parties(tmp_path, "vit", "ViTForImageClassification", {}, {})
+    data = examples_of(EXAMPLES["vit"].model("ViTForImageClassification"), tmp_path / "data.safetensors", generator)
+    calls = iter([score] * 3)
+
+    def full(*arguments: Any) -> Any:
+        try:
+            return next(calls)(*arguments)
+        except StopIteration:
+            raise torch.OutOfMemoryError("no memory left") from None
+
+    monkeypatch.setattr("rotfed.cli.merge.score", full)
+    assert "no memory left" in refused("merge", one, other, "-o", tmp_path / "out", *QUICK, "--data", data)
+    assert not (tmp_path / "out").exists()
 
 
 def test_learning_that_cannot_be_is_refused(tmp_path: Path, generator: torch.Generator) -> None:
@@ -610,6 +693,9 @@ def test_a_barrier_takes_like_models_and_matplotlib(
     common = ["--data", data, "-o", tmp_path / "out"]
     assert "classifier.bias: expected alike in both models, found (2,), (7,)" in refused("barrier", one, other, *common)
     assert "points: expected at least 3" in refused("barrier", one, one, *common, "--points", "2")
+    (tmp_path / "shown" / "barrier.png").mkdir(parents=True)
+    assert "barrier.png: expected" in refused("barrier", one, one, *common[:2], "-o", tmp_path / "shown")
+    assert not (tmp_path / "shown" / "barrier.json").exists()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'rotfed[plots]'" in refused("barrier", one, one, *common)
     assert not (tmp_path / "out").exists()

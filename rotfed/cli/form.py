@@ -28,8 +28,8 @@ def common_form(
         refused = "--no-residual"
     elif len(first.spec.select_layers(layers)) < first.spec.num_layers:
         refused = "--layers leaves out some of the layers that share it"
-    elif common.kept:
-        refused = f"{next(iter(common.kept))} differs between the models"
+    elif heads := [name for name in common.kept if first.params[name].is_floating_point()]:
+        refused = f"{heads[0]} differs between the models"
     if not refused:
         try:
             spec = load_spec(first.path, residual=True)
@@ -38,7 +38,7 @@ def common_form(
             refused = str(refusal)
         else:
             for model in models:
-                first.restored(model, first.params)
+                first.restored({**first.params, **model}, first.params)
             return spec, models, f"residual stream: aligned ({stream_of_spec(spec)})"
     return first.spec, common.models, f"residual stream: left as it is ({refused})"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rotfed.align import Alignment, align
 from rotfed.anchors import Step, align_all, chosen_anchor
-from rotfed.barrier import Batch, Params, Score, score
+from rotfed.barrier import IGNORED_LABEL, Batch, Params, Score, score
 from rotfed.checkpoints import (
     Checkpoint,
     Common,
@@ -101,10 +101,11 @@ def merge(
         ]
         merged = first.restored({**first.params, **mean_by_rows(aligned, shares)})
         _print_distances(console, spec, parties, aligned, shares)
+        if data is not None:
+            scores.append(("merged", _score(first, merged, batches)))
         write_checkpoint(out, merged, first.path)
         console.print(f"wrote {out}")
         if data is not None:
-            scores.append(("merged", _score(first, merged, batches)))
             _print_scores(console, scores, shares)
 
 
@@ -126,7 +127,10 @@ def _split(examples: dict[str, Tensor], learn: int) -> tuple[dict[str, Tensor], 
     if count < 5:
         raise AlignmentError(f"learn: expected at least 5 examples to learn and measure on, found {count}; add some")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tensor_split([count - count // 5])
-    taught, measured = ({name: tensor[rows] for name, tensor in examples.items()} for rows in order)
+    labels = examples["labels"].reshape(count, -1)
+    # Where no label counts there is nothing to learn, and the mean over no labels is NaN.
+    useful = order[0][(labels[order[0]] != IGNORED_LABEL).any(1)]
+    taught, measured = ({name: tensor[rows] for name, tensor in examples.items()} for rows in (useful, order[1]))
     return taught, measured
 
 
