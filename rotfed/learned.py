@@ -13,6 +13,7 @@ rotation without a half turn. With its gradient it takes a quarter of the expone
 """
 
 import itertools
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from rotfed.align import Alignment, align, identity_share
 from rotfed.barrier import Batch, run
 from rotfed.descent import Params, check_finite
 from rotfed.errors import AlignmentError
-from rotfed.mergers import normalised_weights, weighted_mean
+from rotfed.mergers import alike, normalised_weights, weighted_mean
 from rotfed.spec import Block, Group, SymmetrySpec, check_is_spec
 from rotfed.transform import Transform, act, identity_transform, to_work
 
@@ -50,13 +51,10 @@ def model_loss(model: nn.Module, class_counts: Sequence[float] | Tensor | None =
         (logit adjustment, arXiv 2007.07314, eq. 10).
 
     The function takes parameters and a batch, the keyword arguments of the forward pass. It raises AlignmentError
-    where the model gives no loss, SpecError for a batch that the model cannot take.
+    where the model gives no loss or has other classes than were counted, SpecError for a batch that the model cannot
+    take. Raises AlignmentError for counts that are none.
     """
-    log_shares = None
-    if class_counts is not None:
-        # One more of each: the share of a class that is not there is small, not zero.
-        counts = torch.as_tensor(class_counts, dtype=torch.float64) + 1
-        log_shares = (counts / counts.sum()).log()
+    log_shares = None if class_counts is None else _log_shares(class_counts)
 
     def loss(params: Mapping[str, Tensor], batch: Batch) -> Tensor:
         output = run(model, params, batch)
@@ -68,9 +66,24 @@ def model_loss(model: nn.Module, class_counts: Sequence[float] | Tensor | None =
             )
         if log_shares is None:
             return value
+        if output.logits.shape[-1] != len(log_shares):
+            raise AlignmentError(
+                f"class_counts: expected {output.logits.shape[-1]}, one a class of the model, found {len(log_shares)}"
+            )
         return nn.functional.cross_entropy(output.logits + log_shares.to(output.logits), batch["labels"])
 
     return loss
+
+
+def _log_shares(class_counts: Sequence[float] | Tensor) -> Tensor:
+    try:
+        counts = torch.as_tensor(class_counts, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        counts = torch.tensor(torch.nan)
+    if counts.ndim != 1 or not bool((counts >= 0).all()) or not bool(counts.sum().isfinite()):
+        raise AlignmentError(f"class_counts: expected finite numbers, none below zero, found {class_counts!r}")
+    # One more of each: the share of a class that is not there is small, not zero.
+    return ((counts + 1) / (counts + 1).sum()).log()
 
 
 class LearnedAlignment:
@@ -104,13 +117,14 @@ class LearnedAlignment:
 
     def __init__(
         self,
-        models: Sequence[Params],
+        models: Iterable[Params],
         spec: SymmetrySpec,
         starts: Sequence[Transform] | None = None,
         weights: Sequence[float] | None = None,
         groups: Iterable[str] | None = None,
     ) -> None:
         check_is_spec(spec)
+        models = alike(models)
         shares = normalised_weights(len(models), weights)
         if len(models) < 2 or min(shares) == 0:
             raise AlignmentError(
@@ -120,10 +134,11 @@ class LearnedAlignment:
         for number, model in enumerate(models):
             check_finite(model, f"model {number}")
         self._starts = [identity_transform(spec) for _ in models[1:]] if starts is None else list(starts)
-        if len(self._starts) != len(models) - 1 or any(start.spec != spec for start in self._starts):
+        fit = all(isinstance(start, Transform) and start.spec == spec for start in self._starts)
+        if len(self._starts) != len(models) - 1 or not fit:
             raise AlignmentError(
                 f"starts: expected a transform of the spec given for each of {len(models) - 1} models after the first, "
-                f"found {len(self._starts)}, or one of another spec"
+                f"found {len(self._starts)}, or others"
             )
         moved = [models[0], *(start.apply(model) for start, model in zip(self._starts, models[1:], strict=True))]
         self._average = weighted_mean(moved, shares)
@@ -165,7 +180,9 @@ class LearnedAlignment:
         Raises AlignmentError, before anything is changed, where names or shapes differ or a value is not finite.
         """
         expected = {name: tuple(own.shape) for name, own in self.parameters.items()}
-        found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        found: object = type(parameters).__name__
+        if isinstance(parameters, Mapping):
+            found = {n: tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for n, t in parameters.items()}
         if found != expected:
             raise AlignmentError(
                 f"parameters: expected {expected}, found {found}; learn the same groups of one spec everywhere"
@@ -189,9 +206,11 @@ class LearnedAlignment:
         ]
 
     def merged(self, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The average in the types of the source, under its own or the given `parameters`; differentiable in these."""
+        """The average in the types of the anchor: under its own parameters, in tensors of its own, or differentiably
+        under those given, where what does not move is shared with this alignment.
+        """
         elements = self._elements(self.parameters if parameters is None else parameters)
-        merged = dict(self._average)
+        merged = {n: tensor.clone() if parameters is None else tensor for n, tensor in self._average.items()}
         for moving in self._moving:
             for name, tensor in moving.under(elements):
                 merged[name] = tensor.to(merged[name].dtype)
@@ -214,7 +233,7 @@ class LearnedAlignment:
         batches
             One for each step; gone through again where they are fewer, unless they are an iterator, which ends it.
         learning_rate
-            About how far a first step turns, in radians: each entry of an n x n generator changes by
+            About how far a first step turns, in radians, 1000 at most: each entry of an n x n generator changes by
             learning_rate / sqrt(n), so that one rate fits models of all sizes.
         max_steps
             How many steps to take.
@@ -222,14 +241,17 @@ class LearnedAlignment:
             Whether the rate falls to zero, linearly over `max_steps`. False for a round of several.
 
         Returns the loss before each step; deterministic given the batches. Raises AlignmentError for options out of
-        range, where there is no batch, and for a loss that is not finite.
+        range, where there is no batch, and for a loss that is no finite number with a finite gradient; the parameters
+        are then those before its step.
         """
         return list(self._steps(loss, _endless(batches), learning_rate, max_steps, decay))
 
     def _steps(
         self, loss: Loss, batches: Iterator[Batch], learning_rate: float, max_steps: int, decay: bool
     ) -> Iterator[float]:
-        _check_above_zero(learning_rate=learning_rate, max_steps=max_steps)
+        _check_options(learning_rate, max_steps=max_steps)
+        if torch.is_inference_mode_enabled() or any(own.is_inference() for own in self.parameters.values()):
+            raise AlignmentError("parameters: expected to learn, found inference mode; build and train outside of it")
         # These share their memory with `parameters`, which stay out of autograd.
         leaves = {name: parameter.detach().requires_grad_() for name, parameter in self.parameters.items()}
         rates = [learning_rate * _rate(group) for group in self._groups]
@@ -237,14 +259,20 @@ class LearnedAlignment:
         for step, batch in enumerate(itertools.islice(batches, max_steps)):
             for options, rate in zip(optimizer.param_groups, rates, strict=True):
                 options["lr"] = rate * (1 - step / max_steps) if decay else rate
-            value = loss(self.merged(leaves), batch)
-            _check_loss(before := float(value.detach()), f"step {step}")
+            with torch.enable_grad():
+                value = _value(loss, self.merged(leaves), batch, f"step {step}")
+            if not value.requires_grad:
+                raise AlignmentError(
+                    f"loss: expected one with a gradient, found none (step {step}); compute it from what it is given"
+                )
             # Not `backward`, which would also leave gradients in a model that `loss` holds.
             gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+            if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+                raise AlignmentError(f"loss: expected a finite gradient, found NaN or infinity (step {step})")
             for leaf, gradient in zip(leaves.values(), gradients, strict=True):
                 leaf.grad = gradient
             optimizer.step()
-            yield before
+            yield float(value.detach())
 
     def _elements(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the parameters stand for; identities where they are zero."""
@@ -306,7 +334,8 @@ def refine(
     `validation` never rises. Nothing is mutated. Raises AlignmentError as `LearnedAlignment` and its `train` do.
     """
     begin = time.perf_counter()
-    _check_above_zero(steps=steps, patience=patience)
+    check_is_spec(spec)
+    _check_options(learning_rate, steps=steps, patience=patience)
     chosen = spec.select_groups(groups) if groups is not None else None
     if start is None:
         start = align(source, anchor, spec, groups=chosen, max_sweeps=1).transform
@@ -404,14 +433,17 @@ def _rate(group: Group) -> float:
 
 def _endless(batches: Iterable[Batch]) -> Iterator[Batch]:
     """The batches, from the beginning again after the last; an iterator has no beginning to go back to."""
-    found = False
-    for batch in batches:
-        found = True
-        yield batch
-    if not found:
-        raise AlignmentError("batches: expected at least one, found none")
-    while batches is not iter(batches):
-        yield from batches
+    if batches is None or isinstance(batches, Mapping):
+        raise AlignmentError(f"batches: expected several, each a mapping, found {type(batches).__name__}")
+    for number in itertools.count():
+        found = False
+        for batch in batches:
+            found = True
+            yield batch
+        if not found and not number:
+            raise AlignmentError("batches: expected at least one, found none")
+        if not found or batches is iter(batches):
+            return
 
 
 def _mean_loss(learned: LearnedAlignment, loss: Loss, batches: Sequence[Batch]) -> float:
@@ -421,22 +453,26 @@ def _mean_loss(learned: LearnedAlignment, loss: Loss, batches: Sequence[Batch]) 
         )
     with torch.no_grad():
         merged = learned.merged()
-        mean = sum(float(loss(merged, batch)) for batch in batches) / len(batches)
-    _check_loss(mean, "the mean over the batches that decide")
-    return mean
+        return sum(float(_value(loss, merged, batch, "a batch that decides")) for batch in batches) / len(batches)
 
 
-def _check_loss(value: float, place: str) -> None:
-    if not abs(value) < float("inf"):
+def _value(loss: Loss, params: Params, batch: Batch, place: str) -> Tensor:
+    """The loss of a batch. Raises AlignmentError where it is no finite number."""
+    value = loss(params, batch)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not bool(value.isfinite().all()):
+        found = textwrap.shorten(repr(value), 100, placeholder=" ...")
         raise AlignmentError(
-            f"loss: expected a finite number, found {value} ({place}); check batches and learning rate"
+            f"loss: expected a tensor of one finite number, found {found} ({place}); check batches and learning rate"
         )
+    return value
 
 
-def _check_above_zero(**options: float) -> None:
-    for name, value in options.items():
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise AlignmentError(f"{name}: expected a number above zero, found {value!r}")
+def _check_options(learning_rate: float, **steps: int) -> None:
+    if not isinstance(learning_rate, int | float) or not 0 < learning_rate <= 1000:
+        raise AlignmentError(f"learning_rate: expected a number above zero, at most 1000, found {learning_rate!r}")
+    for name, value in steps.items():
+        if not isinstance(value, int) or value < 1:
+            raise AlignmentError(f"{name}: expected a whole number, at least 1, found {value!r}")
 
 
 def _distance(one: Params, other: Params) -> float:

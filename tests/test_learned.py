@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -371,6 +372,62 @@ def test_language_models_are_refined_too(generator: torch.Generator) -> None:
         assert change_of_function(models[0], source, found.alignment.params, {"input_ids": tokens}) < 1e-4
 
 
+class Once:
+    """Batches that can be gone through once, though they are no iterator."""
+
+    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        batches, self.batches = self.batches, []
+        return iter(batches)
+
+
+def test_batches_that_are_empty_the_second_time_end_it(generator: torch.Generator) -> None:
+    spec, source, anchor = small_pair(generator)
+    learned = LearnedAlignment([anchor, source], spec)
+    assert len(learned.train(to_target(anchor), Once([NEAR] * 3), max_steps=9)) == 3
+
+
+def test_the_average_is_the_callers_to_change(generator: torch.Generator) -> None:
+    spec, source, anchor = small_pair(generator)
+    learned = LearnedAlignment((model for model in (anchor, source)), spec)
+    kept = copied(learned.merged())
+    for tensor in learned.merged().values():
+        tensor.add_(1)
+    assert_same(learned.merged(), kept)
+    with torch.no_grad():
+        assert learned.train(to_target(anchor), [NEAR], max_steps=1)
+
+
+@pytest.mark.parametrize("counts", [[1], [9] * 5, [], [-5, 1, 1, 1], [1e308] * 4, [torch.nan] * 4, "abc", [[1] * 4]])
+def test_counts_that_are_none_are_refused(counts: Any, generator: torch.Generator) -> None:
+    model, _, theta = classifier()
+    with pytest.raises(rotfed.AlignmentError, match="class_counts: expected"):
+        model_loss(model, counts)(theta, images(generator)[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda params, batch: to_target(params)(params, batch).detach(), "with a gradient, found none"),
+        (lambda params, batch: 1.0, "a tensor of one finite number, found 1.0"),
+        (lambda params, batch: None, "a tensor of one finite number, found None"),
+        (lambda params, batch: params["net.embed"], "a tensor of one finite number, found tensor"),
+        # Finite, and its gradient is not.
+        (lambda params, batch: (0 * params["net.embed"].sum()).sqrt(), "a finite gradient, found NaN"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused_before_its_step(
+    loss: Loss, sentence: str, generator: torch.Generator
+) -> None:
+    spec, source, anchor = small_pair(generator)
+    learned = LearnedAlignment([anchor, source], spec)
+    with pytest.raises(rotfed.AlignmentError, match=f"loss: expected (one )?{sentence}.*step 0"):
+        learned.train(loss, [NEAR])
+    assert not any(bool(own.any()) for own in learned.parameters.values())
+
+
 def test_what_cannot_work_is_refused(generator: torch.Generator) -> None:
     spec, source, anchor = small_pair(generator)
     start, loss = identity_transform(spec), to_target(anchor)
@@ -378,22 +435,34 @@ def test_what_cannot_work_is_refused(generator: torch.Generator) -> None:
     for share in (0, 1, -0.1, float("nan"), "half"):
         with pytest.raises(rotfed.AlignmentError, match="share"):
             refine(source, anchor, spec, loss, [NEAR], share=share)  # type: ignore[arg-type]
-    for models, weights in (([anchor], None), ([anchor, source], [1, 0]), ([anchor, source], [1, 2, 3])):
+    wrong: list[tuple[Any, Any]] = [([anchor], None), ([anchor, source], [1, 0]), ([anchor, source], [1, 2, 3])]
+    for models, weights in [*wrong, (None, None), (anchor, None)]:
         with pytest.raises(rotfed.AlignmentError, match=r"models|weights"):
             LearnedAlignment(models, spec, weights=weights)
-    for starts in ([identity_transform(backbone("bert")[0])], [], [start, start]):
+    unfit: list[Any] = [[identity_transform(backbone("bert")[0])], [], [start, start], ["x"]]
+    for starts in unfit:
         with pytest.raises(rotfed.AlignmentError, match="starts"):
             LearnedAlignment([anchor, source], spec, starts)
+    nothing: list[Any] = [None, {name: [1] for name in learned.parameters}]
+    for parameters in nothing:
+        with pytest.raises(rotfed.AlignmentError, match="parameters: expected"):
+            learned.load(parameters)
+    with pytest.raises(rotfed.SpecError, match="spec: expected a SymmetrySpec, found str"):
+        refine(source, anchor, "vit", loss, [NEAR], groups=["qk"])  # type: ignore[arg-type]
+    with torch.inference_mode(), pytest.raises(rotfed.AlignmentError, match="inference mode"):
+        learned.train(loss, [NEAR])
     broken = {**anchor, "net.embed": torch.full_like(anchor["net.embed"], torch.nan)}
     for models in ([broken, source], [source, broken]):
         with pytest.raises(rotfed.AlignmentError, match=r"net.embed.*model"):
             LearnedAlignment(models, spec, [start])
-    with pytest.raises(rotfed.AlignmentError, match="batches"):
-        learned.train(loss, [])
+    none: list[Any] = [[], None, NEAR]
+    for batches in none:
+        with pytest.raises(rotfed.AlignmentError, match="batches"):
+            learned.train(loss, batches)
     with pytest.raises(rotfed.AlignmentError, match=r"loss.*step 0"):
         learned.train(loss, [{"sign": torch.tensor(torch.nan)}])
     with pytest.raises(rotfed.AlignmentError, match="validation"):
         refine(source, anchor, spec, loss, [NEAR], validation=[])
-    for options in ({"learning_rate": 0}, {"steps": 0}, {"patience": -1}):
+    for options in ({"learning_rate": 0}, {"learning_rate": 1e38}, {"steps": 0}, {"steps": 2.5}, {"patience": -1}):
         with pytest.raises(rotfed.AlignmentError, match=next(iter(options))):
             refine(source, anchor, spec, loss, [NEAR], **options)  # type: ignore[arg-type]
