@@ -176,16 +176,17 @@ def round_to(
     `source` is given that they were computed from, where they shrink below it: where the whole tensor loses a larger
     share of its norm than rounding took of its source's. Losses up to `noise` times the source's norm are none.
     """
-    rounded, before = wide.to(dtype), wide if source is None else to_work(source)
-    if not bool(before.isfinite().all()):
-        return rounded
-    # torch cannot look at values of the float8 types.
+    rounded, kind = wide.to(dtype), torch.finfo(dtype)
     held = to_work(rounded)
+    lost, left = float((held - wide).norm()), float(wide.norm())
+    before = wide if source is None else to_work(source)
+    # Nearly all tensors pass at once; what is not finite loses NaN and does not.
+    if lost <= kind.eps * left or not bool(before.isfinite().all()):
+        return rounded
     found = "" if bool(held.isfinite().all()) else "larger"
-    if source is not None and dtype != torch.float64 and not found:
-        lost, left, norm = (float(tensor.norm()) for tensor in (held - wide, wide, before))
+    if source is not None and not found:
+        norm = float(before.norm())
         # Rounding takes up to half of eps of a value, and below the smallest normal number a step of fixed size.
-        kind = torch.finfo(dtype)
         took = kind.eps * (norm + kind.smallest_normal * wide.numel() ** 0.5)
         if lost > noise * norm and lost * norm > 4 * took * left:
             found = "smaller"
