@@ -52,8 +52,14 @@ def check(
         weights = "from its headers" if stored else "from its configuration alone"
         if run:
             module, weights = _load_model(model, seed)
+            forms = [spec]
+            with contextlib.suppress(SpecError):
+                forms.append(load_spec(module, residual=True))
+                forms[-1].resolve(module.state_dict(), folded=False)
             for dtype in (torch.float64, torch.float32):
-                errors[dtype] = check_spec(spec, module, dtype, generator=torch.Generator().manual_seed(seed))
+                errors[dtype] = max(
+                    check_spec(form, module, dtype, generator=torch.Generator().manual_seed(seed)) for form in forms
+                )
             resolution = resolution or spec.resolve(module.state_dict())
         _print_spec(console, spec, resolution, weights)
         console.print(f"residual stream: {_stream_of(model, stored)}")
