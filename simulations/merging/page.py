@@ -45,6 +45,7 @@ def _vision(results: Sequence[Result]) -> list[str]:
         f"Small ViTs on Fashion-MNIST, {vision.ROWS:,} images and four epochs a party, each from an initialisation of "
         f"its own; seeds {', '.join(map(str, seeds))}. Single models reach {min(own):.1%} to {max(own):.1%}. The "
         "table gives the accuracy of the merged model over the mean of its parties: mean (lowest to highest, number). "
+        "rotfed without an anchor's name aligns all to the medoid, by weights alone, as do the three rows above it. "
         "Two parties: all pairs of the first four. Eight parties share 60,000 images, so that each image is held by "
         "two of them. The cost is the CPU time of merging two, as a share of one party's training.",
         "",
@@ -79,19 +80,24 @@ def _skewed(results: Sequence[Result]) -> list[str]:
             ]
         )
 
+    rows = [count for r in results for count in r["rows"]]
     federated = [r for r in results if "rounds" in r]
     lines = [
         "## Parties that know different classes",
         "",
-        f"Four parties, every class dealt out by Dirichlet({skewed.ALPHA}); all the rest as above. Single models reach "
+        f"Four parties, every class of the 60,000 images dealt out by Dirichlet({skewed.ALPHA}), models and training "
+        "as above; means are weighted by examples. Single models reach "
         + "; ".join(
             ", ".join(f"{accuracy:.1%}" for accuracy in next(r["parties"] for r in results if r["seed"] == seed))
             + f" (seed {seed})"
             for seed in seeds
         )
-        + ". Accuracy of the merged model by seed, points above the best party, and traffic in models' worth of bytes "
-        f"(one is {size / 1e6:.2f} MB; where none is given, each party sends its model once). Labelled: the images "
-        f"that a party still has to learn from. Together: {skewed.ROUNDS} rounds.",
+        + ". Accuracy of the merged model by seed, points above the best party, and traffic in models' worth of "
+        f"bytes (one is {size / 1e6:.2f} MB; where none is given, each party sends its model once). Labelled: the "
+        f"images that a party still has to learn from. Together: {skewed.ROUNDS} rounds of {skewed.LABELLED[None]} "
+        f"steps a party on all of its images and of {skewed.LABELLED[64]} on few, at a rate that falls from "
+        f"{skewed.LEARNING_RATE}; a party's own training took {min(rows) * 4 // 64:,} to {max(rows) * 4 // 64:,} "
+        "steps.",
         "",
         _row(["method", "labelled", *(f"seed {seed}" for seed in seeds), "above the best party", "traffic"]),
         _row(["---"] * (len(seeds) + 4)),
