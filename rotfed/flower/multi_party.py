@@ -260,7 +260,7 @@ class _Run:
             near = [_Joined(party.weights, alignment.params) for party, alignment in zip(joined, aligned, strict=True)]
             return self._averaged(near)
         if self.start.anchor == "progressive":
-            # What knows most is moved least: of four orders of label-skewed parties the best one on both seeds tried.
+            # What knows most is moved least: on label-skewed parties the one order of four never below the best party.
             joined.sort(key=lambda party: -party.weight)
         self._note(joined[0].weights, UNMOVED)
         while len(joined) > 1:
