@@ -28,6 +28,11 @@ class Score:
 
 def run(model: nn.Module, params: Params, batch: Batch) -> Any:
     """What `model` gives for a batch with `params` in place of its own. Raises SpecError for one it cannot take."""
+    if not isinstance(batch, Mapping):
+        raise SpecError(
+            f"batch: expected a mapping from the arguments of {type(model).__name__} to tensors, found "
+            f"{type(batch).__name__}; name them, as in {{'input_ids': ..., 'labels': ...}}"
+        )
     try:
         # A state dict holds tied weights under each of their names, so nothing is left for torch to tie.
         return torch.func.functional_call(model, dict(params), kwargs=dict(batch), tie_weights=False)

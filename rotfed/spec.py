@@ -201,6 +201,10 @@ class SymmetrySpec:
     untouched: tuple[str, ...] = ()
     residual: Residual | None = None
 
+    def __repr__(self) -> str:
+        stream = "with" if self.residual else "without"
+        return f"<SymmetrySpec {self.model_type} ({self.source}), {stream} residual stream: {', '.join(self.groups)}>"
+
     @property
     def source(self) -> str:
         """The file that the spec was read from, as messages name it."""

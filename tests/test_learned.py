@@ -344,6 +344,12 @@ def test_the_loss_is_the_models_own_with_other_parameters(generator: torch.Gener
         loss(other, {"pixel_values": batch["pixel_values"]})
 
 
+def test_a_batch_without_names_is_refused() -> None:
+    model, _, theta = classifier()
+    with pytest.raises(rotfed.SpecError, match=r"batch: expected a mapping .* found tuple"):
+        model_loss(model)(theta, (torch.zeros(1), torch.zeros(1)))  # type: ignore[arg-type]
+
+
 def test_class_counts_take_off_how_often_a_class_is_seen(generator: torch.Generator) -> None:
     model, _, theta = classifier()
     batch = images(generator)[0]

@@ -27,6 +27,10 @@ def test_axis_strings_parse() -> None:
     assert parse_axes("") == ()
 
 
+def test_a_spec_is_shown_in_one_line() -> None:
+    assert repr(small_spec()).count("\n") == 0 and len(repr(small_spec())) < 200 and "qk" in repr(small_spec())
+
+
 def test_cuts_lead_to_views_of_every_part() -> None:
     sizes = {"heads": 2, "qk": 3, "vo": 4, "none": 0}
     (axis,) = parse_axes("[heads [qk | none | vo] | vo]")

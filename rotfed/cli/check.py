@@ -47,7 +47,10 @@ def check(
             spec = load_spec(model)
             resolution = spec.resolve(stored) if stored else None
         except SpecError as refusal:
-            refuse(refusal, nearest_spec(stored) if stored and _unknown(model) else None)
+            nearest = nearest_spec(stored) if stored and _unknown(model) else None
+            if stored and nearest is None and _unknown(model):
+                refusal = SpecError(f"{refusal}; none of them comes close")
+            refuse(refusal, nearest)
         errors = {}
         weights = "from its headers" if stored else "from its configuration alone"
         if run:
