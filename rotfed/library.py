@@ -325,9 +325,10 @@ def _unwrapped(source: torch.nn.Module) -> Any:
     """The transformers model inside what wraps it."""
     import transformers
 
-    module: Any = source
+    # What torch.compile returns shows the attributes of the model, which it keeps in `_orig_mod`.
+    module: Any = source._modules.get("_orig_mod") or source
     while not isinstance(getattr(module, "config", None), transformers.PretrainedConfig):
-        # DistributedDataParallel keeps the model in `module`, torch.compile in `_orig_mod`.
+        # DistributedDataParallel keeps the model in `module`.
         module = getattr(module, "module", None) or getattr(module, "_orig_mod", None)
         if module is None:
             raise SpecError(
@@ -337,18 +338,28 @@ def _unwrapped(source: torch.nn.Module) -> Any:
     return module
 
 
-def _class_of(source: Any, config: Any) -> str:
-    """The class of transformers that a model or a directory's model is of; empty where that is not known.
+def _class_of(source: Any, config: Any) -> tuple[str, frozenset[str] | None]:
+    """The class of transformers that a model or a directory's model is of, and the names of its parameters.
 
-    A configuration alone may belong to any class, and what a class from elsewhere does with its head nobody can tell.
+    A configuration alone may belong to any class: no class, and None for the names. What a class from elsewhere does
+    with its head nobody can tell: no class, and no names. Tied parameters, which files leave out, are not among them.
     """
     import transformers
 
     if isinstance(source, torch.nn.Module):
-        known = (c for c in type(_unwrapped(source)).__mro__ if c.__module__.startswith("transformers."))
-        return next((c.__name__ for c in known), "")
-    names = config.architectures if isinstance(source, str | Path) else None
-    return str(names[0]) if isinstance(names, list) and names and hasattr(transformers, str(names[0])) else ""
+        model = _unwrapped(source)
+        cls = next((c for c in type(model).__mro__ if c.__module__.startswith("transformers.")), None)
+        if cls is None or not type(model).forward.__module__.startswith("transformers."):
+            return "", frozenset()
+    elif isinstance(source, str | Path) and isinstance(config.architectures, list) and config.architectures:
+        cls = getattr(transformers, str(config.architectures[0]), None)
+        if cls is None:
+            return "", frozenset()
+        with refusing(f"{source}: expected a configuration of {cls.__name__}"), torch.device("meta"):
+            model = cls(config)
+    else:
+        return "", None
+    return cls.__name__, frozenset(model.state_dict())
 
 
 def _no_spec(model_type: str) -> SpecError:
@@ -375,14 +386,25 @@ def load_spec(source: Any, residual: bool | str = False) -> SymmetrySpec:
     family = supported_model_types()[model_type]
     with refusing(f"{model_type}: expected a configuration of plain values"):
         values = {**config.to_dict(), **{new: getattr(config, new, None) for new in config.attribute_map}}
-    values |= {"model_type": model_type, "model_class": _class_of(source, config)}
-    return bind_spec(spec_files()[family], family, model_type, values, residual)
+    values |= {"model_type": model_type, "model_class": ""}
+    own = None
+    if residual:
+        values["model_class"], own = _class_of(source, config)
+    return bind_spec(spec_files()[family], family, model_type, values, residual, own)
 
 
 def bind_spec(
-    data: Mapping[str, Any], family: str, model_type: str, config: Mapping[str, Any], residual: bool | str = False
+    data: Mapping[str, Any],
+    family: str,
+    model_type: str,
+    config: Mapping[str, Any],
+    residual: bool | str = False,
+    own: frozenset[str] | None = None,
 ) -> SymmetrySpec:
-    """Bind a parsed spec file to a configuration's values: sizes become numbers, conditions are decided."""
+    """Bind a parsed spec file to a configuration's values: sizes become numbers, conditions are decided.
+
+    `own` are the names of the parameters of the model's class, where it is known: no others can read the stream.
+    """
     name = f"specs/{family}.toml"
     remembered = None
     if residual:
@@ -396,7 +418,7 @@ def bind_spec(
             _evaluate(data["residual"].get(key, default), config, f"{name}: residual.{key}")
             for key, default in (("unit", "1"), ("pooled", "none"))
         )
-        data = with_residual(data, kind, _stream_axes(data, config, name), pooled, name)
+        data = with_residual(data, kind, _stream_axes(data, config, name), pooled, name, own)
         remembered = bound_residual(data, kind, unit)
     for rule in data.get("refuse", []):
         if _evaluate(rule["when"], config, f"{name}: refuse"):

@@ -23,6 +23,13 @@ Params = Mapping[str, Tensor]
 
 GROUP, SIGN = "residual", "residual_sign"
 
+# Beside a classifier these tell whether it reads them or the stream: what a class has of them has to be there.
+_TELLING = {"pooler.dense.weight", "pre_classifier.weight"}
+
+# The stream's rounding grows with what turns in it: 100 keeps 1e-12 in float64 and 1e-5 in float32, narrower types
+# hold less.
+_LARGEST_SHIFT, _LARGEST_ROUNDING = 100, 0.05
+
 _GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "centred_orthogonal": {GROUP: {"kind": "centred_orthogonal"}},
     "orthogonal": {GROUP: {"kind": "orthogonal"}},
@@ -32,12 +39,18 @@ _GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def with_residual(
-    data: Mapping[str, Any], kind: Any, axes: Sequence[str], pooled: bool | None, where: str
+    data: Mapping[str, Any],
+    kind: Any,
+    axes: Sequence[str],
+    pooled: bool | None,
+    where: str,
+    own: frozenset[str] | None = None,
 ) -> dict[str, Any]:
     """A parsed spec file in which a group of the given kind acts on `axes`, all of the residual stream.
 
     What reads a pooler and what reads the stream can have one name: `pooled` says which it is, and where it is None
-    neither is known to the spec.
+    neither is known to the spec. Of poolers and heads only those are known that the model's class has, where `own`
+    names its parameters; what tells two classes apart then has to be there.
     """
     if kind not in _GROUPS:
         raise SpecError(f"{where}: residual.kind: expected one of {', '.join(_GROUPS)}, found {kind!r}")
@@ -51,15 +64,22 @@ def with_residual(
     # A sign acts on the stream and, through the gain, on what leaves the norm: twice is not at all.
     on_gains = GROUP if kind in ("permutation", "signed_permutation") else axes[0]
     gains = {*(f"{norm}.weight" for norm in table["folds"]), *table.get("scales", {})}
+
+    def of_class(name: str) -> bool:
+        return own is None or any(f".{full}".endswith(f".{name}") for full in own)
+
     params = {
         name: {**entry, "axes": atom.sub(on_gains if name in gains else acting, entry["axes"])}
         for name, entry in data["params"].items()
-        if pooled is not None or not name.startswith("pooler.")
+        if not name.startswith("pooler.") or (pooled is not None and of_class(name))
     }
     for name, entry in table["head"].items():
-        if "pooled" not in entry or pooled is not None:
+        if of_class(name) and ("pooled" not in entry or pooled is not None):
             text = entry.get("pooled", entry["axes"]) if pooled else entry["axes"]
             params[name] = {"axes": atom.sub(acting, text), "optional": True, "head": True}
+    if own is not None and pooled is not None:
+        for name in _TELLING & set(params):
+            params[name]["optional"] = False
     return {**data, "groups": {**groups, **data["groups"]}, "params": params}
 
 
@@ -106,10 +126,11 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
             else:
                 shift /= gain
                 read |= {f"{norm}.bias", *(f"{reader}.weight" for reader in readers)}
-                if not bool(shift.to(params[resolution.names[f"{norm}.bias"]].dtype).isfinite().all()):
+                eps = torch.finfo(params[resolution.names[f"{norm}.bias"]].dtype).eps
+                if not bool((shift.abs() <= min(_LARGEST_SHIFT, _LARGEST_ROUNDING / eps)).all()):
                     raise SpecError(
                         f"{resolution.names[f'{norm}.weight']}: expected a gain not near zero, found one where the "
-                        "norm has a bias that no layer can take up; this model cannot be folded"
+                        "norm has a bias that no layer can take up; load the spec with residual='permutation'"
                     )
         for reader in readers:
             streams[f"{reader}.weight"] *= gain

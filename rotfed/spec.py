@@ -322,11 +322,10 @@ class SymmetrySpec:
         assert self.residual is not None
         if left_alone:
             raise _unknown_reader(left_alone[0], self.source)
-        heads = [entry.name for entry in self.entries if entry.head]
-        if not any(name in names for name in heads):
+        if not any(entry.name in names for entry in self.entries if entry.head):
             raise SpecError(
-                f"{heads[0]}: expected beside the backbone, not found; what a bare backbone puts out is in the frame "
-                "of its residual stream: load the spec without residual=True"
+                "task head: expected beside the backbone, not found; what a bare backbone puts out is in the frame of "
+                "its residual stream: load the spec of the whole model, tied weights included, or without residual=True"
             )
         if not (folded and self.residual.folded):
             return
@@ -495,7 +494,7 @@ def acting_groups(part: tuple[Atom, ...], groups: Collection[str]) -> set[str]:
 def _unknown_reader(name: str, source: str) -> SpecError:
     return SpecError(
         f"{name}: no entry in {source} for this class of model, so it may read the residual stream, or what does; pass "
-        "load_spec the model itself rather than its configuration, load the spec without residual=True, or add an entry"
+        "load_spec the model itself, of a class of transformers, load the spec without residual=True, or add an entry"
     )
 
 

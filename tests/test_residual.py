@@ -172,7 +172,7 @@ def test_merging_folds_first(generator: torch.Generator) -> None:
     ("example", "head", "changes", "error"),
     [
         ("vit", "AutoModel", {}, r"pooler\.dense\.\w+: no entry in .* for this class"),
-        ("llama", "AutoModel", {}, r"lm_head\.weight: expected beside the backbone, not found"),
+        ("llama", "AutoModel", {}, r"task head: expected beside the backbone, not found"),
         (
             "electra",
             "ElectraForMultipleChoice",
@@ -275,20 +275,42 @@ def test_a_fault_in_any_entry_changes_the_function(model_type: str, generator: t
 
 
 def test_what_a_classifier_reads_is_known_by_the_class(tmp_path: Path, generator: torch.Generator) -> None:
-    """Files of older releases hold a pooler that no head reads; a configuration may belong to any class."""
+    """A configuration may belong to any class, and a directory's to another one than the parameters do."""
     words = EXAMPLES["bert"].model("BertForTokenClassification").double()
     pooled = EXAMPLES["bert"].model("BertForSequenceClassification", seed=1).double()
-    theta = {**pooled.state_dict(), **words.state_dict()}
-    words.save_pretrained(tmp_path)
-    for source in (words, tmp_path):
-        other = unsettling_transform(rotfed.load_spec(source, residual=True), generator).apply(theta)
-        own, expected = ({name: params[name] for name in words.state_dict()} for params in (other, theta))
-        assert change(words, expected, own, inputs_of(words, generator)) <= 1e-12
+    for model, other in ((words, pooled), (pooled, words)):
+        model.save_pretrained(tmp_path)
+        for source in (model, tmp_path):
+            spec = rotfed.load_spec(source, residual=True)
+            theta = model.state_dict()
+            moved = unsettling_transform(spec, generator).apply(theta)
+            assert change(model, theta, moved, inputs_of(model, generator)) <= 1e-12
+            with pytest.raises(rotfed.SpecError, match=r"pooler\.dense\.weight: (no entry|expected by)"):
+                fold_norms(other.state_dict(), spec)
     own_class = type("OwnForTokenClassification", (transformers.BertPreTrainedModel,), {})(words.config)
     for source in (words.config, own_class):
         for model in (words, pooled):
             with pytest.raises(rotfed.SpecError, match=r"for this class of model.*pass load_spec the model itself"):
                 fold_norms(model.state_dict(), rotfed.load_spec(source, residual=True))
+
+
+def _reading_otherwise(self: Any, pixel_values: Tensor | None = None, **_: Any) -> Any:
+    return self.classifier(self.vit(pixel_values).last_hidden_state.amax(1))
+
+
+@pytest.mark.parametrize("case", ["directory", "subclass", "backbone"])
+def test_a_head_that_is_not_of_the_class_is_refused(case: str, tmp_path: Path) -> None:
+    """Names alone do not tell what a head reads: a base model's directory, a forward of one's own, a wrapper."""
+    if case == "directory":
+        model: Any = EXAMPLES["bert"].model("BertForSequenceClassification")
+        EXAMPLES["bert"].model("BertForMaskedLM").save_pretrained(tmp_path)
+        source: Any = tmp_path
+    else:
+        model = EXAMPLES["vit"].model("AutoModelForImageClassification")
+        own = type("Own", (type(model),), {"forward": _reading_otherwise})
+        source = own(model.config) if case == "subclass" else model.vit
+    with pytest.raises(rotfed.SpecError, match=r"(pooler|classifier)\S*: no entry"):
+        fold_norms(model.state_dict(), rotfed.load_spec(source, residual=True))
 
 
 def test_a_gain_that_no_layer_takes_up_is_refused() -> None:
@@ -305,7 +327,7 @@ def test_a_bias_that_no_layer_takes_up_stays_in_its_norm() -> None:
     folded = fold_norms(theta, spec)
     assert_recovers({"": folded[f"{norm}.bias"]}, {"": theta[f"{norm}.bias"] / theta[f"{norm}.weight"]}, 1e-12)
     assert not folded["gpt_neox.layers.0.input_layernorm.bias"].any()
-    for gain, dtype in ((0.0, torch.float64), (1e-7, torch.float16)):
+    for gain, dtype in ((0.0, torch.float64), (1e-7, torch.float16), (1e-4, torch.float64)):
         theta[f"{norm}.weight"][3] = gain
         with pytest.raises(rotfed.SpecError, match=r"final_layer_norm\.weight: expected a gain not near zero"):
             fold_norms({name: tensor.to(dtype) for name, tensor in theta.items()}, spec)
