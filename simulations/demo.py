@@ -219,7 +219,14 @@ def _summary(
         **environment(),
         "seconds": round(seconds, 3),
         "runs": [
-            {"start": outcome.start, "strategy": outcome.strategy, **outcome.results, "status": outcome.status}
+            {
+                "start": outcome.start,
+                "strategy": outcome.strategy,
+                **outcome.results,
+                # Without the temporary file of this one run.
+                "config": {key: value for key, value in outcome.results.get("config", {}).items() if key != "results"},
+                "status": outcome.status,
+            }
             for outcome in outcomes
         ],
     }
