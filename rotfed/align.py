@@ -59,6 +59,7 @@ def align(
     max_sweeps
         Groups that act on the same parameters (rotation and scale of a head) are solved in turn, each exactly, until
         the distance settles: the joint optimum. 1 gives the sequential solution of arXiv 2502.00264, Algorithm 1.
+        A ConvergenceWarning tells where the squared distance had not settled after several.
 
     Returns an `Alignment`; nothing is mutated. Computed in float64, returned in the types of `source`. Raises
     SpecError where the spec does not fit, AlignmentError for values that are not finite or options out of range.

@@ -5,6 +5,7 @@ others held. Permutations come first: which head is which has to be known before
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rotfed.errors import AlignmentError
+from rotfed.errors import AlignmentError, ConvergenceWarning
 from rotfed.groups import CentredOrthogonal
 from rotfed.solvers import (
     assign,
@@ -39,6 +40,9 @@ _LARGEST = 1e70
 
 # Sweeps over coupled groups end when one of them lowers the squared distance by less than this share of it.
 _SETTLED = 1e-12
+
+# Worth a warning: by more of the anchor's squared norm than this the last sweep still lowered the squared distance.
+_STILL_FALLING = 1e-2
 
 
 class Anchor(Mapping[str, Tensor]):
@@ -196,16 +200,28 @@ class Problem:
             if found[0] >= best[0] * (1 - _SETTLED):
                 break
             best = found
+        if best[2] > _STILL_FALLING and max_sweeps > 1:
+            warnings.warn(
+                f"{', '.join(component)}: the squared distance fell by another {best[2]:.1%} of the anchor's "
+                f"squared norm in the last of {max_sweeps} sweeps; the models are aligned, but not as near as they "
+                "could be: raise max_sweeps",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
         return best[1]
 
     def _descend(
         self, groups: list[str], start: Elements, pieces: list[Piece], max_sweeps: int
-    ) -> tuple[float, Elements]:
-        """Solve groups in turn, permutations held, until the squared distance settles; it and the elements."""
+    ) -> tuple[float, Elements, float]:
+        """Solve groups in turn, permutations held, until the squared distance settles.
+
+        Returns it, the elements, and by how much of the anchor's squared norm it fell in the last sweep.
+        """
         permutations = {name: element for name, element in start.items() if name not in groups}
         pieces = [Piece(p.block, act(p.source, p.block, permutations), p.anchor) for p in pieces]
         elements = {name: start[name] for name in groups}
-        best, previous = dict(elements), math.inf
+        norm2 = sum(float(piece.anchor.square().sum()) for piece in pieces) or 1.0
+        best, previous, fell = dict(elements), math.inf, 0.0
         for _ in range(max_sweeps if len(groups) > 1 else 1):
             for name in groups:
                 elements[name] = self._solve_group(name, elements, pieces)
@@ -214,9 +230,11 @@ class Problem:
             if distance2 < previous:
                 best = dict(elements)
             if distance2 >= previous * (1 - _SETTLED):
+                fell = 0.0
                 break
+            fell = 0.0 if previous == math.inf else (previous - distance2) / norm2
             previous = distance2
-        return min(distance2, previous), {**permutations, **best}
+        return min(distance2, previous), {**permutations, **best}, fell
 
     def _solve_group(self, name: str, elements: Elements, pieces: Iterable[Piece]) -> Tensor:
         """The optimal element at every index of one group with the others held; the identity where nothing acts."""

@@ -313,6 +313,14 @@ def test_a_head_that_is_not_of_the_class_is_refused(case: str, tmp_path: Path) -
         fold_norms(model.state_dict(), rotfed.load_spec(source, residual=True))
 
 
+def test_a_descent_that_has_not_settled_says_so() -> None:
+    (_, spec, source), (_, _, anchor) = built("vit"), built("vit", seed=1)
+    source, anchor = (fold_norms(theta, spec) for theta in (source, anchor))
+    with pytest.warns(rotfed.ConvergenceWarning, match=r"residual.* in the last of 2 sweeps.*raise max_sweeps"):
+        rotfed.align(source, anchor, spec, max_sweeps=2)
+    rotfed.align(source, anchor, spec)
+
+
 def test_a_gain_that_no_layer_takes_up_is_refused() -> None:
     _, spec, theta = built("llama")
     assert spec.residual is not None
