@@ -11,10 +11,10 @@ from torch import Tensor
 from rotfed.align import Alignment, align, identity_share
 from rotfed.descent import Anchor, Params
 from rotfed.errors import AlignmentError, ConvergenceWarning
-from rotfed.mergers import alike, normalised_weights, weighted_mean
+from rotfed.mergers import alike, distance2, normalised_weights, weighted_mean
 from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec, check_is_spec, check_parameters
-from rotfed.transform import Transform, identity_transform, to_work
+from rotfed.transform import Transform, identity_transform
 
 ANCHORS = ("global", "medoid", "consensus", "progressive", "tree")
 
@@ -98,7 +98,7 @@ def medoid(models: Iterable[Params], weights: Sequence[float] | None = None) -> 
     """The index of the model nearest to the weighted mean of all; the first of equals."""
     models = alike(models)
     mean = weighted_mean(models, weights)
-    distances2 = [_distance2(model, mean) for model in models]
+    distances2 = [distance2(model, mean) for model in models]
     return distances2.index(min(distances2))
 
 
@@ -219,15 +219,7 @@ def _identity_share(transform: Transform, model: Params, options: Mapping[str, A
 def _spread(models: Sequence[Params], shares: Sequence[float]) -> float:
     """The weighted mean squared distance of models from their mean."""
     mean = weighted_mean(models, shares)
-    return math.fsum(share * _distance2(model, mean) for model, share in zip(models, shares, strict=True))
-
-
-def _distance2(one: Params, other: Mapping[str, Tensor]) -> float:
-    return math.fsum(
-        float((to_work(tensor) - to_work(other[name]).to(to_work(tensor).device)).square().sum())
-        for name, tensor in one.items()
-        if tensor.is_floating_point()
-    )
+    return math.fsum(share * distance2(model, mean) for model, share in zip(models, shares, strict=True))
 
 
 def merge(

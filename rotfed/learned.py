@@ -13,6 +13,7 @@ rotation without a half turn. With its gradient it takes a quarter of the expone
 """
 
 import itertools
+import math
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from rotfed.align import Alignment, align, identity_share
 from rotfed.barrier import Batch, run
 from rotfed.descent import Params, check_finite
 from rotfed.errors import AlignmentError
-from rotfed.mergers import alike, normalised_weights, weighted_mean
+from rotfed.mergers import alike, distance2, normalised_weights, weighted_mean
 from rotfed.spec import Block, Group, SymmetrySpec, check_is_spec
 from rotfed.transform import Transform, act, identity_transform, to_work
 
@@ -359,7 +360,7 @@ def refine(
         if len(losses) % patience and _mean_loss(learned, loss, compared) < lowest:
             best = learned.transforms()[0]
     params = best.apply(source)
-    before, after = _distance(source, anchor), _distance(params, anchor)
+    before, after = (math.sqrt(distance2(model, anchor)) for model in (source, params))
     alignment = Alignment(params, best, before, after, identity_share(best, spec.resolve(source), chosen))
     return Refinement(alignment, losses, len(losses), time.perf_counter() - begin)
 
@@ -473,13 +474,3 @@ def _check_options(learning_rate: float, **steps: int) -> None:
     for name, value in steps.items():
         if not isinstance(value, int) or value < 1:
             raise AlignmentError(f"{name}: expected a whole number, at least 1, found {value!r}")
-
-
-def _distance(one: Params, other: Params) -> float:
-    """The Euclidean distance of two models over all floating-point parameters."""
-    squares = [
-        float((to_work(tensor) - to_work(other[name]).to(to_work(tensor).device)).square().sum())
-        for name, tensor in one.items()
-        if tensor.is_floating_point()
-    ]
-    return float(sum(squares) ** 0.5)

@@ -1,5 +1,6 @@
 """Mergers: from models in one frame to one model."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -111,3 +112,12 @@ def restore_type(value: Tensor, dtype: torch.dtype, name: str, cause: str, sourc
     if not dtype.is_floating_point:
         return value.round().to(dtype)
     return round_to(value, dtype, name, cause, source, noise=1e-13)
+
+
+def distance2(one: Params, other: Params, names: Iterable[str] | None = None) -> float:
+    """The squared Euclidean distance over the floating-point parameters named, all of `one` by default, in float64."""
+    return math.fsum(
+        float((to_work(one[name]) - to_work(other[name]).to(one[name].device)).square().sum())
+        for name in (one if names is None else names)
+        if one[name].is_floating_point()
+    )

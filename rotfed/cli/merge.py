@@ -32,9 +32,8 @@ from rotfed.cli.console import DATA, BatchSize, Layers, Residual, notes, numbers
 from rotfed.cli.form import common_form, examples_in, print_differences
 from rotfed.errors import AlignmentError
 from rotfed.learned import model_loss, refine
-from rotfed.mergers import mean_by_rows, normalised_weights, shared_rows, weighted_mean
+from rotfed.mergers import distance2, mean_by_rows, normalised_weights, shared_rows, weighted_mean
 from rotfed.spec import SymmetrySpec
-from rotfed.transform import to_work
 
 ANCHORS = ("medoid", "consensus", "progressive", "tree")
 LEARNED_ANCHORS = ("progressive", "tree")
@@ -220,17 +219,7 @@ def _print_distances(
 
 def _mean_distance(models: Sequence[Mapping[str, Tensor]], mean: Mapping[str, Tensor], names: Sequence[str]) -> float:
     """The Euclidean distance from `mean` over some floating-point parameters, averaged over the models."""
-    distances = [
-        math.sqrt(
-            sum(
-                float((to_work(model[name]) - to_work(mean[name])).square().sum())
-                for name in names
-                if model[name].is_floating_point()
-            )
-        )
-        for model in models
-    ]
-    return sum(distances) / len(distances)
+    return sum(math.sqrt(distance2(model, mean, names)) for model in models) / len(models)
 
 
 def _print_scores(console: Console, scores: Sequence[tuple[str, Score | None]], shares: Sequence[float]) -> None:

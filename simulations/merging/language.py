@@ -20,7 +20,7 @@ import rotfed
 from rotfed.barrier import barrier_of, line, losses_along, score
 from rotfed.learned import model_loss, refine
 from simulations.merging.methods import LEARNED, data_free
-from simulations.merging.parties import Batch, Params, load_kept
+from simulations.merging.parties import Batch, Params, descend, load_kept
 
 MODELS, STEPS, BATCH, LENGTH, LEARNING_RATE = 3, 1500, 32, 64, 2e-3
 LEARNED_STEPS, POINTS = (90, 180), 11
@@ -120,13 +120,8 @@ def _trained(text: Text, seed: int, kept: Path) -> tuple[Params, float]:
     path = kept / f"llama-{seed}-{STEPS}.safetensors"
     if not path.exists():
         model = new_llama(seed, text.characters)
-        model.train()
         start = time.process_time()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        for batch, _ in zip(batches(text.train, seed), range(STEPS), strict=False):
-            optimizer.zero_grad()
-            model(**batch).loss.backward()
-            optimizer.step()
+        descend(model, lambda batch: model(**batch).loss, batches(text.train, seed), STEPS, LEARNING_RATE)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(model.state_dict(), path, {"seconds": str(time.process_time() - start)})
     params, metadata = load_kept(path)

@@ -1,7 +1,7 @@
 """Parties: their data, their models, and how they train them."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,18 +80,27 @@ def new_vit(seed: int) -> Any:
     return transformers.ViTForImageClassification(config).eval()
 
 
+def descend(model: Any, loss: Callable[[Batch], Tensor], batches: Iterator[Batch], steps: int, rate: float) -> None:
+    """So many steps of AdamW at a constant rate, in training mode."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    model.train()
+    for batch, _ in zip(batches, range(steps), strict=False):
+        optimizer.zero_grad()
+        loss(batch).backward()
+        optimizer.step()
+    model.eval()
+
+
 def train(
     model: Any, images: Images, rows: Tensor, seed: int, steps: int | None = None, rate: float = LEARNING_RATE
 ) -> None:
-    """AdamW at a constant rate: four epochs, or so many steps, in an order that `seed` fixes."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    """Train on the rows' images: four epochs, or so many steps, in an order that `seed` fixes."""
+
+    def loss(batch: Batch) -> Tensor:
+        return cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"])
+
     total = steps if steps is not None else EPOCHS * -(-len(rows) // BATCH)
-    model.train()
-    for batch, _ in zip(images.batches(rows, seed), range(total), strict=False):
-        optimizer.zero_grad()
-        cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"]).backward()
-        optimizer.step()
-    model.eval()
+    descend(model, loss, images.batches(rows, seed), total, rate)
 
 
 def accuracy(model: Any, params: Params, images: Images) -> float:
@@ -105,9 +114,9 @@ def accuracy(model: Any, params: Params, images: Images) -> float:
     return hits / len(images.test_labels)
 
 
-def train_parties(images: Images, seed: int, rows: Sequence[Tensor], kept: Path, first: int = 0) -> list[Party]:
+def train_parties(images: Images, seed: int, rows: Sequence[Tensor], kept: Path) -> list[Party]:
     """The parties of a seed, each from an initialisation of its own; from the folder `kept` where they are there."""
-    return [_party(images, 1000 * seed + first + number, own, kept) for number, own in enumerate(rows)]
+    return [_party(images, 1000 * seed + number, own, kept) for number, own in enumerate(rows)]
 
 
 def _party(images: Images, seed: int, rows: Tensor, kept: Path) -> Party:
