@@ -51,6 +51,10 @@ class Kind(ABC):
         """The shape of a stack of elements."""
 
     @abstractmethod
+    def dimension(self, n: int) -> int:
+        """The number of parameters on which an element near the identity depends; 0 for a discrete group."""
+
+    @abstractmethod
     def defect(self, element: Tensor) -> float:
         """How far the worst element is from being a member: 0 for a perfect one, inf for a hopeless one."""
 
@@ -109,6 +113,9 @@ class Orthogonal(Kind):
     def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
         return (*batch, n, n)
 
+    def dimension(self, n: int) -> int:
+        return n * (n - 1) // 2
+
     def defect(self, element: Tensor) -> float:
         if not element.is_floating_point():
             return float("inf")
@@ -145,6 +152,9 @@ class CentredOrthogonal(Orthogonal):
         basis = self.complement(n).to(inner.device)
         return basis @ inner @ basis.T + 1 / n
 
+    def dimension(self, n: int) -> int:
+        return super().dimension(n - 1)
+
     def defect(self, element: Tensor) -> float:
         orthogonal = super().defect(element)
         if not orthogonal < float("inf"):
@@ -180,6 +190,9 @@ class Permutation(Kind):
 
     def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
         return (*batch, n)
+
+    def dimension(self, n: int) -> int:
+        return 0
 
     def defect(self, element: Tensor) -> float:
         if element.dtype != torch.int64:
@@ -220,6 +233,9 @@ class Scale(Kind):
     def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
         return (*batch, n)
 
+    def dimension(self, n: int) -> int:
+        return n
+
     def defect(self, element: Tensor) -> float:
         if not element.is_floating_point():
             return float("inf")
@@ -244,6 +260,9 @@ class Sign(Scale):
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.clone()
+
+    def dimension(self, n: int) -> int:
+        return 0
 
     def defect(self, element: Tensor) -> float:
         return 0.0 if element.is_floating_point() and bool((element.abs() == 1).all()) else float("inf")
@@ -287,6 +306,9 @@ class RopePlanes(Kind):
 
     def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
         return batch
+
+    def dimension(self, n: int) -> int:
+        return 1
 
     def defect(self, element: Tensor) -> float:
         return 0.0 if element.is_floating_point() and bool(element.isfinite().all()) else float("inf")

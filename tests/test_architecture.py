@@ -16,7 +16,7 @@ LAYERS = [
     {"descent", "mergers", "checks"},
     {"align", "barrier"},
     {"anchors", "checkpoints", "examples", "learned", "nearest"},
-    {"flower.records"},
+    {"evidence", "flower.records"},
     {"flower.replies"},
     {"flower.mods"},
     {"flower.party", "flower.strategy"},

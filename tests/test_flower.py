@@ -142,14 +142,15 @@ def test_plain_fedavg_loses_turned_copies() -> None:
     assert float((averaged - true).square().mean() / true.var()) > 0.5 or float(correlation[0, 1]) < 0.5
 
 
-def test_identity_alignment_equals_plain_to_the_bit() -> None:
+@pytest.mark.parametrize("options", [{"groups": ["d_ff"]}, {"min_gain": 1.5}, {"min_gain": float("inf")}])
+def test_identity_alignment_equals_plain_to_the_bit(options: dict[str, Any]) -> None:
     def near(message: Message, partition: int) -> Message:
         generator = torch.Generator().manual_seed(partition)
         noisy = {n: t + 1e-3 * torch.randn(t.shape, generator=generator) for n, t in THETA.items()}
         return reply_to(message, noisy)
 
     plain = to_state_dict(run(FedAvg(), client_app(near)).arrays)
-    aligned = to_state_dict(run(RotFedAvg(SPEC, groups=["d_ff"]), client_app(near)).arrays)
+    aligned = to_state_dict(run(RotFedAvg(SPEC, **options), client_app(near)).arrays)
     for name, tensor in plain.items():
         torch.testing.assert_close(aligned[name], tensor.to(aligned[name].dtype), rtol=0, atol=0)
 
@@ -307,7 +308,7 @@ def test_tied_weights_stay_tied_under_noise() -> None:
     theta["copy_of_head.weight"] = theta["transformer.wte.weight"].clone()
     inner = DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.5, 1.0, 3)
     app = client_app(lambda m, p: reply_to(m, {n: t * 1.01 for n, t in theta.items()}))
-    found = to_state_dict(run(AlignedStrategy(inner, spec), app, theta, clients=3).arrays)
+    found = to_state_dict(run(AlignedStrategy(inner, spec, anchor="global"), app, theta, clients=3).arrays)
     torch.testing.assert_close(found["copy_of_head.weight"], found["transformer.wte.weight"], rtol=0, atol=0)
     assert relative_distance(found, theta) > 1e-3  # the noise is there
 
@@ -322,7 +323,7 @@ def test_replies_are_freed_after_use() -> None:
 
 def test_only_the_global_anchor_goes_with_privacy() -> None:
     inner = DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 3)
-    AlignedStrategy(inner, SPEC)
+    AlignedStrategy(inner, SPEC, anchor="global")
     for anchor in ("medoid", "consensus", "generalized_procrustes"):
         with pytest.raises(AlignmentError, match="privacy accounting"):
             AlignedStrategy(inner, SPEC, anchor=anchor)
@@ -334,7 +335,7 @@ def test_a_clip_bound_that_held_before_alignment_holds_after() -> None:
         norm = sum(float((own[n] - THETA[n]).double().square().sum()) for n in THETA) ** 0.5
         return reply_to(message, {n: THETA[n] + (own[n] - THETA[n]) / norm for n in THETA})
 
-    strategy = RotFedAvg(SPEC)
+    strategy = RotFedAvg(SPEC, anchor="global")
     run(strategy, client_app(clipped))
     assert all(c.distance_after <= c.distance_before * (1 + 1e-9) for c in strategy.reports[0].clients)
     assert all(c.distance_after <= 1 + 1e-5 for c in strategy.reports[0].clients)
@@ -379,7 +380,7 @@ def test_evaluation_goes_through_and_the_summary_names_both(caplog: pytest.LogCa
     finally:
         logger.propagate = False
     assert result.evaluate_metrics_clientapp[1]["loss"] == pytest.approx(0.25)
-    assert "Anchor: 'global'" in caplog.text and "Inner strategy: FedAvg" in caplog.text
+    assert "Anchor: 'consensus'" in caplog.text and "Inner strategy: FedAvg" in caplog.text
     metrics = result.train_metrics_clientapp[1]
     assert metrics["rotfed-distance-after"] <= metrics["rotfed-distance-before"]
     assert 0 <= metrics["rotfed-identity-permutations"] <= 1 and metrics["rotfed-seconds"] > 0

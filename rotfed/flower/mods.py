@@ -7,8 +7,10 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
-from rotfed.align import align, check_options
+from rotfed.align import check_options
+from rotfed.descent import Anchor
 from rotfed.errors import AlignmentError, RecordError, SpecError
+from rotfed.evidence import MIN_GAIN, align_where_frames_differ, check_min_gain
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import match_params
 from rotfed.residual import fold_norms
@@ -64,6 +66,7 @@ def align_mod(
     max_sweeps: int = 20,
     names: Sequence[str] | None = None,
     own_models: bool = False,
+    min_gain: float = MIN_GAIN,
 ) -> Mod:
     """A client mod that aligns the trained model to the one received, before anything else sees it.
 
@@ -71,7 +74,7 @@ def align_mod(
     legacy API (NumPyClient), which sends arrays without names: `list(model.state_dict())`; `own_models`, for rounds in
     which clients answer with models that they trained apart, in place of what was sent. It allows a spec with the
     residual stream: both models are then folded (`rotfed.fold_norms`), and what leaves is folded, too, so that the mean
-    is `rotfed.merge(models, spec, anchor=received)`.
+    is `rotfed.merge(models, spec, anchor=received)`; `min_gain`, as in `AlignedStrategy`.
 
     Works with plain messages and, in the legacy layout, under secure aggregation. The first mod listed is outermost, so
     it comes last: `mods=[fixedclipping_mod, align_mod(spec)]`, `[LocalDpMod(...), align_mod(spec)]`,
@@ -79,6 +82,7 @@ def align_mod(
     that client's error, where the trained model cannot be aligned.
     """
     options = align_options(spec, groups, layers, proper, strength, max_sweeps)
+    check_min_gain(min_gain)
     if not own_models:
         refuse_folding(spec)
 
@@ -92,7 +96,9 @@ def align_mod(
             return reply
         key, returned = _only_record(reply, "reply")
         trained = folded(match_params(_named(returned, names), received), spec)
-        aligned = to_record(align(trained, folded(received, spec), spec, **options).params)
+        anchor = Anchor(folded(received, spec), spec)
+        found = align_where_frames_differ([trained], spec, "global", [1.0], anchor, min_gain, **options)
+        aligned = to_record(found.alignments[0].params)
         if _is_legacy(returned):
             aligned = ArrayRecord({str(i): array for i, array in enumerate(aligned.values())})
         reply.content[key] = aligned

@@ -1,5 +1,6 @@
 """What one round of alignment did, for logs, metrics and files."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,11 +17,17 @@ class ClientReport:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One round: the clients that were aligned, the nodes that were refused and why, and the seconds it took."""
+    """One round: its clients, the nodes that were refused and why, and the seconds it took.
+
+    `groups` are those that were aligned, none where no frame differed; `gain` is the largest gain of any, in units of
+    what it would be on noise, and infinite where units had changed places.
+    """
 
     round: int
     anchor: str
     clients: tuple[ClientReport, ...]
+    groups: tuple[str, ...] = ()
+    gain: float = 0.0
     refused: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -48,6 +55,7 @@ class RoundReport:
             "rotfed-distance-before": self.distance_before,
             "rotfed-distance-after": self.distance_after,
             "rotfed-identity-permutations": self.identity_permutations,
+            "rotfed-gain": self.gain,
             "rotfed-refused": float(len(self.refused)),
             "rotfed-seconds": self.seconds,
         }
@@ -55,4 +63,7 @@ class RoundReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data for a JSON file."""
         means = {name: getattr(self, name) for name in ("distance_before", "distance_after", "identity_permutations")}
-        return {**asdict(self), **means, "refused": {str(node): why for node, why in self.refused.items()}}
+        refused = {str(node): why for node, why in self.refused.items()}
+        # JSON has no infinity.
+        gain = self.gain if math.isfinite(self.gain) else None
+        return {**asdict(self), **means, "gain": gain, "refused": refused}

@@ -19,10 +19,10 @@ from flwr.serverapp.strategy import (
 )
 from torch import Tensor
 
-from rotfed.align import Alignment
-from rotfed.anchors import align_all, chosen_anchor
+from rotfed.anchors import chosen_anchor
 from rotfed.descent import Anchor
 from rotfed.errors import AlignmentError, RecordError
+from rotfed.evidence import MIN_GAIN, Aligned, align_where_frames_differ, check_min_gain
 from rotfed.flower.mods import align_options, refuse_folding
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, match_params, record_key, sort_replies, widened
@@ -61,6 +61,9 @@ class AlignedStrategy(Strategy):
         model sent out, a clipping bound that held before holds after.
     groups, layers, proper, strength, max_sweeps
         As in `rotfed.align`.
+    min_gain
+        A round whose frames do not differ is aggregated as it came, to the bit: only those groups are aligned that gain
+        more, in units of what they would gain on noise (see `rotfed.evidence`). 0 aligns every round, infinity none.
 
     A reply that cannot be used (not finite, misshapen, incomplete, without a weight) is refused with its node and
     reason, and reaches `inner` as an error reply, so that `inner`'s own rule for failures applies. `reports` holds
@@ -71,16 +74,18 @@ class AlignedStrategy(Strategy):
         self,
         inner: Strategy,
         spec: SymmetrySpec,
-        anchor: str = "global",
+        anchor: str = "consensus",
         groups: Iterable[str] | None = None,
         layers: Iterable[int] | None = None,
         proper: bool = False,
         strength: float = 1.0,
         max_sweeps: int = 20,
+        min_gain: float = MIN_GAIN,
     ) -> None:
         if not isinstance(inner, Strategy):
             raise TypeError(f"inner: expected a flwr.serverapp.strategy.Strategy, found {type(inner).__name__}")
         self.options = align_options(spec, groups, layers, proper, strength, max_sweeps)
+        self.min_gain = check_min_gain(min_gain)
         refuse_folding(spec)
         anchor = chosen_anchor(anchor, ROUND_ANCHORS)
         if isinstance(inner, _PRIVATE) and anchor != "global":
@@ -112,7 +117,8 @@ class AlignedStrategy(Strategy):
         log(INFO, "\t│\t├── Groups: %s", ", ".join(options["groups"]))
         log(INFO, "\t│\t├── Layers: %s of %d", _span(options["layers"]), self.spec.num_layers)
         log(INFO, "\t│\t├── Rotations: %s", "SO(n)" if options["proper"] else "O(n)")
-        log(INFO, "\t│\t└── Strength: %g", options["strength"])
+        log(INFO, "\t│\t├── Strength: %g", options["strength"])
+        log(INFO, "\t│\t└── Least gain over noise: %g", self.min_gain)
         log(INFO, "\t├──> Inner strategy: %s", type(self.inner).__name__)
         self.inner.summary()
 
@@ -137,7 +143,8 @@ class AlignedStrategy(Strategy):
         )
         for node_id, reason in received.refused.items():
             log(WARNING, "aggregate_train: node %d left out of round %d: %s", node_id, server_round, reason)
-        aligned = self._align(received)
+        found = self._align(received)
+        aligned = found.alignments
         report = RoundReport(
             round=server_round,
             anchor=self.anchor,
@@ -145,22 +152,25 @@ class AlignedStrategy(Strategy):
                 ClientReport(entry.node_id, a.distance_before, a.distance_after, a.identity_permutations)
                 for entry, a in zip(received.usable, aligned, strict=True)
             ),
+            groups=found.groups,
+            gain=found.gain,
             refused=dict(received.refused),
             seconds=time.perf_counter() - started,
         )
         self.reports.append(report)
         log(
             INFO,
-            "aggregate_train: aligned %d replies in %.2f s, mean distance %.4g -> %.4g, identity permutations %.0f%%",
+            "aggregate_train: aligned %s of %d replies in %.2f s, gain over noise %.2f, mean distance %.4g -> %.4g",
+            ", ".join(report.groups) or "nothing",
             len(aligned),
             report.seconds,
+            report.gain,
             report.distance_before,
             report.distance_after,
-            100 * report.identity_permutations,
         )
         models = [alignment.params for alignment in aligned]
         weights = [entry.weight for entry in received.usable]
-        del aligned
+        del found, aligned
         for entry, model in zip(received.usable, models, strict=True):
             entry.reply.content[record_key(entry.reply)] = to_record(widened(_floating(model), torch.float32))
         merged, metrics = self.inner.aggregate_train(server_round, received.messages)
@@ -191,13 +201,15 @@ class AlignedStrategy(Strategy):
         self._sent = []
         return self.inner.aggregate_evaluate(server_round, received.messages)
 
-    def _align(self, received: Received) -> list[Alignment]:
+    def _align(self, received: Received) -> Aligned:
         if not received.usable:
-            return []
+            return Aligned([], (), 0.0)
         reference = Anchor(self._broadcast, self.spec)
         weights = [entry.weight for entry in received.usable]
         models = [entry.params for entry in received.usable]
-        return align_all(models, self.spec, self.anchor, weights, reference, **self.options)
+        return align_where_frames_differ(
+            models, self.spec, self.anchor, weights, reference, self.min_gain, **self.options
+        )
 
     def _widened(self, arrays: ArrayRecord) -> ArrayRecord:
         """A copy of `arrays` as the inner strategy may compute with it."""
@@ -247,22 +259,25 @@ class AlignedStrategy(Strategy):
 class RotFedAvg(AlignedStrategy):
     """FedAvg in one common frame.
 
-    Parameters: `spec`, from `rotfed.load_spec`; `anchor`, `groups`, `layers`, `proper`, `strength`, `max_sweeps` as in
+    Parameters: `spec`, from `rotfed.load_spec`; `anchor`, `groups`, `layers`, `proper`, `strength`, `max_sweeps`,
+    `min_gain` as in
     `AlignedStrategy`; every keyword of Flower's `FedAvg`.
     """
 
     def __init__(
         self,
         spec: SymmetrySpec,
-        anchor: str = "global",
+        anchor: str = "consensus",
         groups: Iterable[str] | None = None,
         layers: Iterable[int] | None = None,
         proper: bool = False,
         strength: float = 1.0,
         max_sweeps: int = 20,
+        min_gain: float = MIN_GAIN,
         **fedavg_keywords: Any,
     ) -> None:
-        super().__init__(FedAvg(**fedavg_keywords), spec, anchor, groups, layers, proper, strength, max_sweeps)
+        inner = FedAvg(**fedavg_keywords)
+        super().__init__(inner, spec, anchor, groups, layers, proper, strength, max_sweeps, min_gain)
 
 
 def _floating(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
