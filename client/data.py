@@ -82,7 +82,7 @@ def load_corpus(settings: Settings) -> Corpus:
         if FASHION_MNIST_FOLDER.is_dir():
             return read_idx_folder(FASHION_MNIST_FOLDER)
         return _hub(FASHION_MNIST_HUB_NAME, settings)
-    if settings.task == "text" and Path(settings.dataset).is_dir():
+    if settings.reads_text and Path(settings.dataset).is_dir():
         return _text_folder(Path(settings.dataset), settings.seed)
     return _hub(settings.dataset, settings)
 
@@ -222,7 +222,7 @@ def _hub(name: str, settings: Settings) -> Corpus:
         names, labels = tuple(map(str, values)), inverse.astype(np.int64)
 
     column = table.select_columns([input_column])
-    if settings.task == "text":
+    if settings.reads_text:
         return Corpus(names, labels, train, test, lambda rows: list(column[rows][input_column]), None)
     first = column[0][input_column]
     channels = 1 if first.mode in ("1", "L", "I", "I;16", "F") else 3
@@ -251,14 +251,15 @@ def _label_column(name: str, table: Any, settings: Settings, datasets: Any) -> s
 
 
 def _input_column(name: str, table: Any, settings: Settings, datasets: Any) -> str:
-    if settings.task == "image":
-        found = [column for column, f in table.features.items() if isinstance(f, datasets.Image)]
-    else:
+    if settings.reads_text:
+        labels = (*LABEL_NAMES, settings.label_column)
         found = [
             column
             for column, feature in table.features.items()
-            if getattr(feature, "dtype", "") in ("string", "large_string") and column not in LABEL_NAMES
+            if getattr(feature, "dtype", "") in ("string", "large_string") and column not in labels
         ]
+    else:
+        found = [column for column, f in table.features.items() if isinstance(f, datasets.Image)]
     return _only_column(name, table, "input", settings.input_column, found)
 
 

@@ -1,6 +1,10 @@
-"""The transformer of a run and the encoder of its inputs, from the run config and the data."""
+"""The transformer of a run and the encoder of its inputs, from the run config and the data.
+
+What differs between tasks stands in one table, `_TASKS`.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +52,15 @@ def build_model(settings: Settings, corpus: Corpus, *, pretrained: bool = True) 
         When the model cannot be loaded, or its architecture has no classification head.
     """
     if settings.built_in:
-        return _in_float32(_built_in(settings, corpus))
-    auto = AutoModelForImageClassification if settings.task == "image" else AutoModelForSequenceClassification
+        return _in_float32(_TASKS[settings.task].built_in(settings, corpus))
+    auto = _TASKS[settings.task].auto
     try:
         config = AutoConfig.from_pretrained(settings.model, **_labels(corpus))
         if pretrained:
             # A head for other labels is replaced by a new one.
             model = auto.from_pretrained(settings.model, config=config, ignore_mismatched_sizes=True)
         else:
-            model = auto.from_config(config)  # type: ignore[no-untyped-call]
+            model = auto.from_config(config)
     except (OSError, ValueError) as error:
         raise _unloadable(settings, error) from error
     return _in_float32(model)
@@ -64,10 +68,7 @@ def build_model(settings: Settings, corpus: Corpus, *, pretrained: bool = True) 
 
 def build_encoder(settings: Settings, corpus: Corpus, config: PretrainedConfig) -> Encoder:
     """The encoder that fits the model of `config`."""
-    if settings.task == "text":
-        return _text_encoder(build_tokenizer(settings), settings.max_length)
-    mean, std = _normalisation(settings)
-    return _image_encoder(_pair(config.image_size), config.num_channels, mean, std)
+    return _TASKS[settings.task].encoder(settings, config)
 
 
 def build_tokenizer(settings: Settings) -> Any:
@@ -87,18 +88,20 @@ def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _built_in(settings: Settings, corpus: Corpus) -> PreTrainedModel:
-    if settings.task == "text":
-        bert = BertConfig(
-            vocab_size=len(ByT5Tokenizer()),
-            max_position_embeddings=settings.max_length,
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=256,
-            **_labels(corpus),
-        )
-        return BertForSequenceClassification(bert)
+def _new_bert(settings: Settings, corpus: Corpus) -> PreTrainedModel:
+    config = BertConfig(
+        vocab_size=len(ByT5Tokenizer()),
+        max_position_embeddings=settings.max_length,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=256,
+        **_labels(corpus),
+    )
+    return BertForSequenceClassification(config)
+
+
+def _new_vit(settings: Settings, corpus: Corpus) -> PreTrainedModel:
     assert corpus.image_shape is not None, "settings were checked: an image task reads images"
     channels, side = corpus.image_shape
     # 4 x 4 patches (16 tokens), or 8 x 8 where there are pixels enough; the encoder resizes by the remainder.
@@ -108,7 +111,7 @@ def _built_in(settings: Settings, corpus: Corpus) -> PreTrainedModel:
             f"images of data set {settings.dataset!r} have {side} pixels a side: expected at least {patches}; "
             "choose another data set or a pretrained model"
         )
-    vit = ViTConfig(
+    config = ViTConfig(
         image_size=side // patches * patches,
         patch_size=side // patches,
         num_channels=channels,
@@ -118,7 +121,7 @@ def _built_in(settings: Settings, corpus: Corpus) -> PreTrainedModel:
         intermediate_size=128,
         **_labels(corpus),
     )
-    return ViTForImageClassification(vit)
+    return ViTForImageClassification(config)
 
 
 def _labels(corpus: Corpus) -> dict[str, Any]:
@@ -128,7 +131,9 @@ def _labels(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _text_encoder(tokenizer: Any, max_length: int) -> Encoder:
+def _text_encoder(settings: Settings, config: PretrainedConfig) -> Encoder:
+    tokenizer, max_length = build_tokenizer(settings), settings.max_length
+
     def encode(inputs: Inputs) -> dict[str, Tensor]:
         # Spares the tokenizer a whole document of which it keeps the first lines; words are shorter than this.
         texts = [text[: 16 * max_length] for text in inputs]
@@ -137,8 +142,10 @@ def _text_encoder(tokenizer: Any, max_length: int) -> Encoder:
     return encode
 
 
-def _image_encoder(size: tuple[int, int], channels: int, mean: Tensor, std: Tensor) -> Encoder:
-    """uint8 (n, c, h, w) -> {"pixel_values": float32 (n, channels, *size)}, normalised."""
+def _image_encoder(settings: Settings, config: PretrainedConfig) -> Encoder:
+    """uint8 (n, c, h, w) -> {"pixel_values": float32 (n, channels, height, width)}, normalised."""
+    size, channels = _pair(config.image_size), config.num_channels
+    mean, std = _normalisation(settings)
 
     def encode(inputs: Inputs) -> dict[str, Tensor]:
         assert isinstance(inputs, Tensor)
@@ -177,5 +184,20 @@ def _unloadable(settings: Settings, error: Exception) -> ConfigError:
         reason = "no such folder"
     return ConfigError(
         f"run config model = {settings.model!r} could not be loaded ({reason}); it must be the folder or hub id of a "
-        f"transformers model for {settings.task} classification, or {BUILT_IN_MODELS[settings.task]!r}"
+        f"model for transformers' {_TASKS[settings.task].auto.__name__}, or {BUILT_IN_MODELS[settings.task]!r}"
     )
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The transformers class that loads any model of a task, the built-in one with new weights, and the encoder."""
+
+    auto: Any
+    built_in: Callable[[Settings, Corpus], PreTrainedModel]
+    encoder: Callable[[Settings, PretrainedConfig], Encoder]
+
+
+_TASKS = {
+    "image": _Task(AutoModelForImageClassification, _new_vit, _image_encoder),
+    "text": _Task(AutoModelForSequenceClassification, _new_bert, _text_encoder),
+}

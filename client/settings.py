@@ -16,11 +16,11 @@ from rotfed.errors import RotfedError
 
 STRATEGIES = ("rotfed", "fedavg")
 ANCHORS = ("global", "medoid", "consensus", "generalized_procrustes")
-TASKS = ("image", "text")
 PARTITIONS = ("iid", "dirichlet")
 STARTS = ("same", "different", "parties")
 LEARNED = ("none", "own", "together")
 BUILT_IN_MODELS = {"image": "vit-small", "text": "bert-small"}
+"""One a task."""
 
 
 class ConfigError(RotfedError):
@@ -91,6 +91,11 @@ class Settings:
         return self.model in BUILT_IN_MODELS.values()
 
     @property
+    def reads_text(self) -> bool:
+        """Whether inputs are texts rather than images."""
+        return self.task != "image"
+
+    @property
     def own_start(self) -> bool:
         """Whether each client begins the first round from its own initialisation."""
         return self.start == "different"
@@ -124,9 +129,9 @@ def _check_together(settings: Settings) -> None:
             f"run config model = {settings.model!r} does not fit task = {settings.task!r}; "
             f"use {expected!r}, a transformers folder or a hub id"
         )
-    if settings.task == "text" and settings.dataset in ("digits", "fashion-mnist"):
+    if settings.reads_text and settings.dataset in ("digits", "fashion-mnist"):
         raise ConfigError(
-            f"run config dataset = {settings.dataset!r} holds images, which task = 'text' cannot read; "
+            f"run config dataset = {settings.dataset!r} holds images, which task = {settings.task!r} cannot read; "
             "give a folder with one subfolder of .txt files per class, or a Hugging Face data set name"
         )
     if settings.start != "same" and not settings.built_in:
@@ -156,7 +161,7 @@ def _parsers() -> dict[str, _Parser]:
         "layers": _layers,
         "proper": _boolean,
         "strength": _number(0.0, 1.0, open_low=True),
-        "task": _choice(TASKS),
+        "task": _choice(tuple(BUILT_IN_MODELS)),
         "dataset": _text,
         "input-column": _optional_text,
         "label-column": _optional_text,

@@ -151,5 +151,5 @@ def _arrays(reply: RecordDict) -> ArrayRecord:
 
 def _save(model: PreTrainedModel, settings: Settings) -> None:
     model.save_pretrained(settings.save_model)
-    if settings.task == "text":
+    if settings.reads_text:
         build_tokenizer(settings).save_pretrained(settings.save_model)
