@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from client import fingerprint
 from client.data import Examples, load_corpus, local_split, partition_rows
-from client.models import Encoder, build_encoder, build_model
+from client.models import Encoder, build_encoder, build_examples, build_model
 from client.settings import ConfigError, Settings, parse_settings
 from client.training import evaluate as evaluate_model
 from client.training import pick_device, seed_everything
@@ -143,7 +143,8 @@ def _initialise(context: Context, server_round: int) -> Node:
     settings = parse_settings(context.run_config)
     partition_id, num_partitions = _partition_of(context)
     corpus = load_corpus(settings)
-    train_rows, validation_rows = local_split(partition_rows(settings, num_partitions, partition_id))
+    rows = partition_rows(settings, num_partitions, partition_id)
+    examples, validation = local_split(build_examples(settings, corpus, rows))
     seed_everything(settings.seed, 2, partition_id)
     model = build_model(settings, corpus, pretrained=False)
     return Node(
@@ -152,8 +153,8 @@ def _initialise(context: Context, server_round: int) -> Node:
         server_round,
         model,
         build_encoder(settings, corpus, model.config),
-        corpus.examples(train_rows),
-        corpus.examples(validation_rows),
+        examples,
+        validation,
     )
 
 
@@ -179,10 +180,10 @@ def _seeded(node: Node) -> torch.Generator:
 
 
 def _party_loss(node: Node) -> Loss:
-    """The loss of parameters on a node's data, the classes of which count alike however many examples each has."""
+    """The loss of parameters on a node's data; classes count alike however many examples each has."""
     device = pick_device()
     model: Module = node.model
-    counts = torch.bincount(node.train.labels, minlength=node.model.config.num_labels or 0)
+    counts = node.train.class_counts(node.model.config.num_labels or 0)
     loss = model_loss(model.to(device).eval(), counts)
     return lambda params, batch: loss({name: tensor.to(device) for name, tensor in params.items()}, batch)
 

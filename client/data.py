@@ -2,6 +2,7 @@
 
 Three facts hold for every data set: the held-out split is fixed by the seed and lies in no partition; only
 the rows that are asked for are decoded; images stay uint8 until a batch is encoded (see `client.models`).
+A row is an image or a whole text (a .txt file), for language too: the held-out split and the partitions cut no text.
 """
 
 import gzip
@@ -20,7 +21,7 @@ from client.settings import ConfigError, Settings
 
 Indices = NDArray[np.int64]
 Inputs = Tensor | list[str]
-"""Images as uint8 (n, channels, height, width), or n texts."""
+"""Images as uint8 (n, channels, height, width), n texts, or windows of tokens, int64 (n, length)."""
 
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FASHION_MNIST_HUB_NAME = "zalando-datasets/fashion_mnist"
@@ -33,13 +34,21 @@ LABEL_NAMES = ("label", "labels", "target", "class")
 
 @dataclass(frozen=True)
 class Examples:
-    """Inputs with their labels, int64 (n,)."""
+    """Inputs with their labels: classes, int64 (n,), or the tokens of windows, int64 (n, length), themselves.
+
+    A token is predicted from those before it in its window, so that a window has length - 1 to predict.
+    """
 
     inputs: Inputs
     labels: Tensor
 
     def __len__(self) -> int:
+        """The number of examples, n, by which Flower weights a client: of images, texts or windows."""
         return len(self.labels)
+
+    def class_counts(self, classes: int) -> Tensor | None:
+        """How many examples of each class there are, int64 (classes,); None where labels are tokens."""
+        return None if self.labels.ndim == 2 else torch.bincount(self.labels, minlength=classes)
 
     def take(self, rows: Tensor) -> "Examples":
         """The examples at `rows`, int64 (m,)."""
@@ -52,7 +61,8 @@ class Examples:
 class Corpus:
     """A whole data set: labels int64 (n,), the rows held out for testing and the rest, and a reader.
 
-    `image_shape` is (channels, side) of what `read` returns for images, None for text.
+    A label is a row's class or, for language, its author, and `class_names` are theirs. `image_shape` is (channels,
+    side) of what `read` returns for images, None for text.
     """
 
     class_names: tuple[str, ...]
@@ -94,19 +104,25 @@ def partition_rows(settings: Settings, num_partitions: int, partition_id: int) -
     Raises
     ------
     ConfigError
-        When there are fewer than 10 training examples per client.
+        When there are fewer than 10 training examples per client or, where authors go to clients whole, fewer authors
+        than clients.
     """
     partitioners = _import("flwr_datasets.partitioner", "flwr-datasets")
     datasets = _import("datasets", "flwr-datasets")
     corpus = load_corpus(settings)
-    if len(corpus.train) < MIN_PARTITION_SIZE * num_partitions:
+    natural = settings.partition == "natural"
+    if not natural and len(corpus.train) < MIN_PARTITION_SIZE * num_partitions:
         raise ConfigError(
             f"data set {settings.dataset!r} has {len(corpus.train)} training examples, and "
             f"{num_partitions} clients need at least {MIN_PARTITION_SIZE} each; use fewer clients"
         )
     # IidPartitioner cuts contiguous pieces, and data sets may be sorted by label.
     rows = np.random.default_rng(settings.seed).permutation(corpus.train)
-    if settings.partition == "iid":
+    groups = corpus.labels[rows]
+    if natural:
+        groups = _grouped(groups, settings, num_partitions)
+        partitioner = partitioners.NaturalIdPartitioner(partition_by="label")
+    elif settings.partition == "iid":
         partitioner = partitioners.IidPartitioner(num_partitions)
     else:
         partitioner = partitioners.DirichletPartitioner(
@@ -116,14 +132,30 @@ def partition_rows(settings: Settings, num_partitions: int, partition_id: int) -
             min_partition_size=MIN_PARTITION_SIZE,
             seed=settings.seed,
         )
-    partitioner.dataset = datasets.Dataset.from_dict({"row": rows, "label": corpus.labels[rows]})
+    partitioner.dataset = datasets.Dataset.from_dict({"row": rows, "label": groups})
     return np.asarray(partitioner.load_partition(partition_id)["row"], dtype=np.int64)
 
 
-def local_split(rows: Indices) -> tuple[Indices, Indices]:
-    """One client's rows (already shuffled) -> its training rows and the tenth it validates on."""
+def _grouped(authors: Indices, settings: Settings, num_partitions: int) -> Indices:
+    """The group of each row's author: as many groups as clients, which differ by one author at most.
+
+    flwr-datasets groups ids by the size of groups, which not every number of clients can be had by.
+    """
+    names, numbers = np.unique(authors, return_inverse=True)
+    if len(names) < num_partitions:
+        raise ConfigError(
+            f"data set {settings.dataset!r} has training texts of {len(names)} authors, and partition = 'natural' "
+            f"gives each of {num_partitions} clients one at least; use fewer clients, or partition = 'iid'"
+        )
+    groups = np.arange(len(names)) % num_partitions
+    return np.random.default_rng(settings.seed).permutation(groups)[numbers]
+
+
+def local_split(examples: Examples) -> tuple[Examples, Examples]:
+    """One client's examples, at least two, already shuffled -> those it trains on and the tenth it validates on."""
+    rows = torch.arange(len(examples))
     validation = max(1, round(VALIDATION_SHARE * len(rows)))
-    return rows[:-validation], rows[-validation:]
+    return examples.take(rows[:-validation]), examples.take(rows[-validation:])
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -164,19 +196,20 @@ def _image_corpus(
 
 
 def _text_folder(folder: Path, seed: int) -> Corpus:
-    """One subfolder of .txt files per class; a file that is not UTF-8 is read as latin-1."""
+    """One subfolder of .txt files per class or author; a file that is not UTF-8 is read as latin-1."""
     load_files = _import("sklearn.datasets", "scikit-learn").load_files
     bunch = load_files(folder, load_content=False, allowed_extensions=[".txt"], shuffle=False)
     names = tuple(bunch.target_names)
     labels = np.asarray(bunch.target, dtype=np.int64)
-    empty = sorted(set(range(len(names))) - set(labels.tolist()))
-    if len(names) < 2 or empty:
-        problem = f"no .txt file in {names[empty[0]]!r}" if empty else f"{len(names)} subfolders"
-        raise ConfigError(
-            f"data set folder {str(folder)!r} has {problem}; "
-            "it must have one subfolder of .txt files per class, and at least two classes"
-        )
     files = [Path(name) for name in bunch.filenames]
+    missing = sorted(set(range(len(names))) - set(labels.tolist()))
+    problems = [f"no .txt file in {names[label]!r}" for label in missing]
+    problems += [f"nothing in {str(file.relative_to(folder))!r}" for file in files if not file.stat().st_size]
+    if len(names) < 2 or problems:
+        raise ConfigError(
+            f"data set folder {str(folder)!r} has {(problems or [f'{len(names)} subfolders'])[0]}; it must have one "
+            "subfolder of .txt files, none of them empty, per class or author, and at least two subfolders"
+        )
     train, test = _hold_out(len(labels), seed)
     return Corpus(names, labels, train, test, lambda rows: [_read_text(files[row]) for row in rows], None)
 
@@ -197,7 +230,7 @@ def _hub(name: str, settings: Settings) -> Corpus:
     except Exception as error:  # what is raised depends on hub, network and file formats
         raise ConfigError(
             f"run config dataset = {settings.dataset!r} could not be loaded ({_first_line(error)}); it must "
-            "be 'digits', 'fashion-mnist', a folder of text classes, or a Hugging Face data set name"
+            "be 'digits', 'fashion-mnist', a folder of texts by class or author, or a Hugging Face data set name"
         ) from error
     train_name = "train" if "train" in splits else next(iter(splits))
     train_set = splits[train_name]

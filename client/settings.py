@@ -16,10 +16,10 @@ from rotfed.errors import RotfedError
 
 STRATEGIES = ("rotfed", "fedavg")
 ANCHORS = ("global", "medoid", "consensus", "generalized_procrustes")
-PARTITIONS = ("iid", "dirichlet")
+PARTITIONS = ("iid", "dirichlet", "natural")
 STARTS = ("same", "different", "parties")
 LEARNED = ("none", "own", "together")
-BUILT_IN_MODELS = {"image": "vit-small", "text": "bert-small"}
+BUILT_IN_MODELS = {"image": "vit-small", "text": "bert-small", "language": "llama-small"}
 """One a task."""
 
 
@@ -36,15 +36,18 @@ class Settings:
     num_server_rounds, strategy, anchor, groups, layers, proper, strength
         Rounds, and how replies are aligned: `groups` and `layers` are None for all of them.
     task, dataset, input_column, label_column, model, max_length
-        What is learned: `dataset` is "digits", "fashion-mnist", a folder (text) or a Hugging Face name,
-        whose columns are found by their types unless named; `model` is built in ("vit-small",
-        "bert-small"), a transformers folder or a hub id; `max_length` counts tokens (text only; bytes for
-        "bert-small").
+        What is learned: classes of images ("image") or texts ("text"), or what token comes next in a text
+        ("language"). `dataset` is "digits", "fashion-mnist", a folder with a subfolder of .txt files for each class,
+        of texts, or author, for language, or a Hugging Face name, whose columns are found by their types unless named
+        (an author's column as `label_column`); `model` is built in ("vit-small", "bert-small", "llama-small"), a
+        transformers folder or a hub id; `max_length` counts tokens (bytes for the built-in models): a class is told by
+        the first so many of a text, language is read in windows of so many.
     partition, alpha, start, learned
-        How data is split over clients, and whether they start from one initialisation ("same"), train the first round
-        from their own ("different"), or first train models of their own, which are merged into the start ("parties"):
-        by the weights alone ("none"), each on its party's own data in turn ("own"), or each on the data of all
-        parties ("together").
+        How data is split over clients: evenly ("iid"), by shares of each class or author drawn with `alpha`
+        ("dirichlet"), or by whole authors ("natural", for language only). And whether clients start from one
+        initialisation ("same"), train the first round from their own ("different"), or first train models of their
+        own, which are merged into the start ("parties"): by the weights alone ("none"), each on its party's own data
+        in turn ("own"), or each on the data of all parties ("together").
     local_epochs, batch_size, learning_rate
         Local training.
     fraction_train, fraction_evaluate, min_nodes
@@ -132,7 +135,14 @@ def _check_together(settings: Settings) -> None:
     if settings.reads_text and settings.dataset in ("digits", "fashion-mnist"):
         raise ConfigError(
             f"run config dataset = {settings.dataset!r} holds images, which task = {settings.task!r} cannot read; "
-            "give a folder with one subfolder of .txt files per class, or a Hugging Face data set name"
+            "give a folder with one subfolder of .txt files per class or author, or a Hugging Face data set name"
+        )
+    if settings.task == "language" and settings.max_length < 2:
+        raise ConfigError("run config max-length = 1 leaves no token to predict; task = 'language' needs at least 2")
+    if settings.partition == "natural" and settings.task != "language":
+        raise ConfigError(
+            f"run config partition = 'natural' gives clients whole authors, and task = {settings.task!r} knows classes "
+            "only; use 'dirichlet', with a small alpha for clients that know few classes"
         )
     if settings.start != "same" and not settings.built_in:
         raise ConfigError(
@@ -142,7 +152,7 @@ def _check_together(settings: Settings) -> None:
     if settings.start == "parties" and settings.task == "text":
         raise ConfigError(
             "run config start = 'parties' needs a model whose residual stream can rotate, and 'bert-small' is none; "
-            "use task = 'image', or start = 'different'"
+            "use task = 'image' or 'language', or start = 'different'"
         )
 
 

@@ -19,7 +19,10 @@ MAX_GRADIENT_NORM = 1.0
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean cross-entropy and share of correct labels in [0, 1] over `examples` examples."""
+    """Mean cross-entropy and share of correct labels in [0, 1] over all predictions of `examples` examples.
+
+    A classifier makes one prediction an example, a causal language model one a token.
+    """
 
     loss: float
     accuracy: float
@@ -93,20 +96,25 @@ def evaluate(
 ) -> Evaluation:
     """Measure `model` on `examples`; it is moved to `device` and left in evaluation mode."""
     model.to(device).eval()
-    loss, correct = 0.0, 0
+    loss, correct, predictions = 0.0, 0, 0
     for rows in torch.arange(len(examples)).split(batch_size):
         logits, labels = _forward(model, encode, examples.take(rows), device)
         loss += cross_entropy(logits, labels, reduction="sum").item()
         correct += int((logits.argmax(-1) == labels).sum())
-    return Evaluation(loss / len(examples), correct / len(examples), len(examples))
+        predictions += len(labels)
+    return Evaluation(loss / predictions, correct / predictions, len(examples))
 
 
 def _forward(model: Module, encode: Encoder, batch: Examples, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logits, float32 (n, classes), and labels, int64 (n,), on `device`."""
+    """Logits, float32 (predictions, classes), and labels, int64 (predictions,), on `device`."""
     inputs = {name: value.to(device) for name, value in encode(batch.inputs).items()}
     with _precision(device):
         logits = model(**inputs).logits
-    return logits.float(), batch.labels.to(device)
+    labels = batch.labels.to(device)
+    if labels.ndim == 2:
+        # What stands at a token's place predicts the next one.
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return logits.float(), labels
 
 
 def _precision(device: torch.device) -> AbstractContextManager[object]:

@@ -14,7 +14,7 @@ import rotfed
 from client.data import Corpus, load_corpus
 from client.fingerprint import KEY as FINGERPRINT_KEY
 from client.fingerprint import fingerprint
-from client.models import build_encoder, build_model, build_tokenizer
+from client.models import build_encoder, build_examples, build_model, build_tokenizer
 from client.settings import Settings, parse_settings
 from client.training import Evaluation, evaluate, pick_device, seed_everything
 from rotfed.flower import MultiPartyStart, RotFedAvg, to_record, to_state_dict
@@ -22,8 +22,6 @@ from server.grid import OrderedGrid
 from server.results import Recorder, environment
 
 app = ServerApp()
-
-EVALUATION_BATCH_SIZE = 256
 
 TrainMetrics = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -56,8 +54,8 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
     model = build_model(settings, corpus)
     measure = _measurement(model, settings, corpus)
     recorder.update(
-        model={"parameters": sum(p.numel() for p in model.parameters()), "classes": list(corpus.class_names)},
-        data={"train": len(corpus.train), "test": len(corpus.test)},
+        model={"parameters": sum(p.numel() for p in model.parameters())},
+        data={"train": len(corpus.train), "test": len(corpus.test), "classes": list(corpus.class_names)},
     )
 
     last_train_metrics = MetricRecord()
@@ -134,13 +132,13 @@ def build_strategy(settings: Settings, model: PreTrainedModel, train_metrics: Tr
 def _measurement(model: PreTrainedModel, settings: Settings, corpus: Corpus) -> Callable[[ArrayRecord], Evaluation]:
     """Parameters -> how well they do on the held-out split, using `model` as their body."""
     encode = build_encoder(settings, corpus, model.config)
-    held_out = corpus.examples(corpus.test)
+    held_out = build_examples(settings, corpus, corpus.test)
     device = pick_device()
 
     def measure(arrays: ArrayRecord) -> Evaluation:
         # What a strategy sees of a reply may lack integer buffers, which no training changes.
         model.load_state_dict({**model.state_dict(), **to_state_dict(arrays)})
-        return evaluate(model, encode, held_out, batch_size=EVALUATION_BATCH_SIZE, device=device)
+        return evaluate(model, encode, held_out, batch_size=settings.batch_size, device=device)
 
     return measure
 

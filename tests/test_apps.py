@@ -3,6 +3,8 @@
 import copy
 import gzip
 import json
+import math
+import shutil
 import struct
 import tomllib
 from collections.abc import Iterable
@@ -19,9 +21,9 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import client.app
 import server.app
-from client.data import load_corpus, partition_rows, read_idx_folder
+from client.data import load_corpus, local_split, partition_rows, read_idx_folder
 from client.fingerprint import CodeMismatchError, check_fingerprint, fingerprint
-from client.models import build_encoder, build_model
+from client.models import build_encoder, build_examples, build_model, build_tokenizer
 from client.settings import ConfigError, parse_settings
 from client.training import evaluate, seed_everything, train
 from rotfed.errors import AlignmentError
@@ -90,6 +92,9 @@ def test_unknown_and_missing_keys_are_refused():
         ({"start": "different", "model": "/a/model"}, "is pretrained"),
         ({"start": "parties", "model": "/a/model"}, "is pretrained"),
         ({"start": "parties", "task": "text", "model": "bert-small", "dataset": "somewhere"}, "residual stream"),
+        ({"partition": "natural"}, "knows classes only"),
+        ({"task": "language", "model": "llama-small"}, "holds images"),
+        ({"task": "language", "model": "llama-small", "dataset": "somewhere", "max_length": 1}, "no token to predict"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(changes, message):
@@ -181,6 +186,77 @@ def test_a_text_folder_with_an_empty_class_is_refused(text_folder):
         load_corpus(text_settings(text_folder))
 
 
+def test_a_text_folder_with_an_empty_file_or_one_class_is_refused(text_folder):
+    (text_folder / "plants" / "07.txt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"nothing in 'plants/07\.txt'"):
+        load_corpus(text_settings(text_folder))
+    shutil.rmtree(text_folder / "plants")
+    with pytest.raises(ConfigError, match="has 1 subfolders"):
+        load_corpus(language_settings(text_folder))
+
+
+def write_author(folder, name, text, files=6):
+    (folder / name).mkdir(parents=True)
+    for number in range(files):
+        (folder / name / f"{number}.txt").write_text(f"{text} {number}\n" * 12)
+
+
+@pytest.fixture
+def author_folder(tmp_path):
+    """Seven authors of six texts each, of words of their own."""
+    folder = tmp_path / "authors"
+    for number, word in enumerate(("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta")):
+        write_author(folder, word, f"{word} {'so it is' if number % 2 else 'is it so'}")
+    return folder
+
+
+def language_settings(folder, **changes):
+    changes = {"max_length": 16, **changes}
+    return settings_with(task="language", dataset=str(folder), model="llama-small", **changes)
+
+
+@pytest.mark.parametrize("clients", [1, 3, 6, 7])
+def test_a_natural_partition_gives_every_client_whole_authors(author_folder, clients):
+    settings = language_settings(author_folder, partition="natural")
+    corpus = load_corpus(settings)
+    rows = [partition_rows(settings, clients, number) for number in range(clients)]
+    assert sorted(np.concatenate(rows)) == sorted(corpus.train)
+    authors = [set(corpus.labels[own].tolist()) for own in rows]
+    assert sum(map(len, authors)) == 7 and set.union(*authors) == set(range(7))
+    assert max(map(len, authors)) - min(map(len, authors)) <= 1
+
+
+def test_more_clients_than_authors_are_refused(author_folder):
+    with pytest.raises(ConfigError, match=r"training texts of 7 authors, .* each of 8 clients one"):
+        partition_rows(language_settings(author_folder, partition="natural"), 8, 0)
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet"])
+def test_authors_can_be_mixed(author_folder, partition):
+    settings = language_settings(author_folder, partition=partition)
+    rows = [partition_rows(settings, 2, number) for number in range(2)]
+    assert sorted(np.concatenate(rows)) == sorted(load_corpus(settings).train)
+
+
+def test_windows_hold_every_token_once_as_one_to_predict(author_folder):
+    settings = language_settings(author_folder)
+    corpus = load_corpus(settings)
+    examples = build_examples(settings, corpus, corpus.test)
+    tokenizer = build_tokenizer(settings)
+    whole = tokenizer.eos_token.join(corpus.read(corpus.test))
+    text = tokenizer.decode(torch.cat([examples.inputs[0, :1], examples.labels[:, 1:].flatten()]))
+    assert whole.startswith(text) and len(whole) - len(text) < 16
+    train, validation = local_split(examples)
+    assert len(train) + len(validation) == len(examples) and abs(len(validation) - len(examples) / 10) < 1
+
+
+def test_texts_shorter_than_two_windows_are_refused(author_folder):
+    settings = language_settings(author_folder, max_length=4096)
+    corpus = load_corpus(settings)
+    with pytest.raises(ConfigError, match=r"texts of \d+ tokens .* at least 8191, two windows of max-length = 4096"):
+        build_examples(settings, corpus, corpus.test)
+
+
 @pytest.fixture
 def table_folder(tmp_path, monkeypatch):
     """A folder that `datasets` opens by itself, as it would a hub name."""
@@ -208,6 +284,13 @@ def test_ambiguous_columns_are_refused_and_named_columns_are_used(table_folder, 
     assert corpus.class_names == ("down", "up")
     assert corpus.read(np.array([0, 3])) == ["other 0", "other 3"]
     assert corpus.labels[:4].tolist() == [0, 1, 0, 1]
+
+
+def test_authors_may_stand_in_a_column_of_a_table(table_folder, monkeypatch):
+    monkeypatch.chdir(table_folder.parent)
+    settings = language_settings("x", label_column="second")
+    corpus = client.data._hub(str(table_folder), settings)
+    assert len(corpus.class_names) == 50 and corpus.read(np.array([3])) == ["text 3"]
 
 
 def test_an_unknown_data_set_is_refused_in_one_sentence(tmp_path):
@@ -274,6 +357,48 @@ def test_a_diverging_training_is_reported_rather_than_sent():
             device=CPU,
             generator=torch.Generator(),
         )
+
+
+def test_a_model_that_knows_nothing_loses_the_logarithm_of_its_vocabulary(author_folder):
+    settings = language_settings(author_folder)
+    corpus = load_corpus(settings)
+    model, examples = build_model(settings, corpus), build_examples(settings, corpus, corpus.test)
+    assert sum(p.numel() for p in model.parameters()) == 107_200
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    measured = evaluate(model, build_encoder(settings, corpus, model.config), examples, batch_size=7, device=CPU)
+    assert measured.loss == pytest.approx(math.log(259)) and measured.examples == len(examples)
+    assert measured.accuracy == 0
+
+
+def test_a_language_model_is_measured_by_the_mean_over_tokens_as_transformers_measures_it(author_folder):
+    settings = language_settings(author_folder)
+    corpus = load_corpus(settings)
+    model, examples = build_model(settings, corpus), build_examples(settings, corpus, corpus.test)
+    measured = evaluate(model, build_encoder(settings, corpus, model.config), examples, batch_size=7, device=CPU)
+    with torch.no_grad():
+        output = model(input_ids=examples.inputs, labels=examples.labels)
+    assert measured.loss == pytest.approx(output.loss.item(), rel=1e-5)
+    right = output.logits[:, :-1].argmax(-1) == examples.inputs[:, 1:]
+    assert measured.accuracy == pytest.approx(right.float().mean().item())
+
+
+def test_a_folder_of_bert_becomes_causal_and_windows_must_fit_its_positions(author_folder, tmp_path):
+    saved = str(tmp_path / "model")
+    text = text_settings(author_folder, max_length=16)
+    build_model(text, load_corpus(text)).save_pretrained(saved)
+    build_tokenizer(text).save_pretrained(saved)
+    settings = replace(language_settings(author_folder), model=saved)
+    corpus = load_corpus(settings)
+    model = build_model(settings, corpus)
+    tokens = build_examples(settings, corpus, corpus.test).inputs[:1]
+    other = tokens.clone()
+    other[:, -1] += 1
+    with torch.no_grad():
+        one, two = (model(input_ids=ids).logits[:, :-1] for ids in (tokens, other))
+    torch.testing.assert_close(one, two)
+    with pytest.raises(ConfigError, match=r"max-length = 17 is more than .* takes; use at most 16"):
+        build_encoder(replace(settings, max_length=17), corpus, model.config)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -444,7 +569,48 @@ def test_a_text_federation_saves_a_model_that_the_next_one_starts_from(tmp_path,
     assert first["rounds"][1]["accuracy"] > 0.8
     second = federate(tmp_path / "second.json", **text, model=str(saved))
     assert second["rounds"][0]["accuracy"] == first["rounds"][1]["accuracy"]
-    assert second["model"]["classes"] == ["animals", "plants"]
+    assert second["data"]["classes"] == ["animals", "plants"]
+
+
+LANGUAGE = {"task": "language", "model": "llama-small", "max_length": 16, "partition": "natural"}
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "rotfed"])
+def test_a_language_federation_learns_and_saves_a_model_that_the_next_one_starts_from(
+    tmp_path, author_folder, strategy
+):
+    language = {**LANGUAGE, "dataset": str(author_folder), "nodes": 3, "strategy": strategy}
+    saved = str(tmp_path / "model")
+    first = federate(
+        tmp_path / "first.json",
+        **language,
+        num_server_rounds=2,
+        local_epochs=2,
+        fraction_evaluate=1.0,
+        save_model=saved,
+    )
+    losses = [entry["loss"] for entry in first["rounds"]]
+    assert losses[0] == pytest.approx(math.log(259), rel=0.02) and losses[2] < losses[1] < 0.8 * losses[0]
+    if strategy == "rotfed":
+        alignment = first["rounds"][1]["alignment"]
+        assert len(alignment["clients"]) == 3 and not alignment["refused"]
+        assert alignment["distance_after"] < alignment["distance_before"]
+    second = federate(tmp_path / "second.json", **{**language, "model": saved})
+    assert second["rounds"][0]["loss"] == pytest.approx(losses[2])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"start": "different"}, *({"start": "parties", "learned": learned} for learned in ("none", "own", "together"))],
+)
+def test_language_models_start_apart_as_well(tmp_path, monkeypatch, author_folder, changes):
+    monkeypatch.setattr(client.app, "STEPS_TOGETHER", 1)
+    results = federate(tmp_path / "results.json", **LANGUAGE, dataset=str(author_folder), **changes)
+    before, after = results["rounds"]
+    assert after["loss"] < 5.3
+    if changes["start"] == "parties":
+        assert len(results["start"]["parties"]) == 2 and not results["start"]["skipped"]
+        assert before["loss"] < 5.3
 
 
 def test_a_run_whose_clients_run_other_code_fails_with_one_sentence(tmp_path, monkeypatch):
