@@ -57,7 +57,10 @@ def train(message: Message, context: Context) -> Message:
     """Train the received model (or, at a different start, this node's own) and return its weights."""
     started = time.perf_counter()
     node = _prepare(message, context)
-    loss = _train(node)
+    # FedProx sends it along.
+    proximal_mu = message.content.config_records["config"].get("proximal-mu", 0.0)
+    assert isinstance(proximal_mu, float)
+    loss = _train(node, proximal_mu)
     metrics: Metrics = {
         "num-examples": len(node.train),
         "train-loss": loss,
@@ -158,7 +161,7 @@ def _initialise(context: Context, server_round: int) -> Node:
     )
 
 
-def _train(node: Node) -> float:
+def _train(node: Node, proximal_mu: float = 0.0) -> float:
     """Train a node's model on its own data."""
     settings = node.settings
     return train_model(
@@ -170,6 +173,7 @@ def _train(node: Node) -> float:
         learning_rate=settings.learning_rate,
         device=pick_device(),
         generator=_seeded(node),
+        proximal_mu=proximal_mu,
     )
 
 

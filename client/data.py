@@ -110,14 +110,14 @@ def partition_rows(settings: Settings, num_partitions: int, partition_id: int) -
     partitioners = _import("flwr_datasets.partitioner", "flwr-datasets")
     datasets = _import("datasets", "flwr-datasets")
     corpus = load_corpus(settings)
+    # IidPartitioner cuts contiguous pieces, and data sets may be sorted by label.
+    rows = np.random.default_rng(settings.seed).permutation(corpus.train)[: settings.train_examples or None]
     natural = settings.partition == "natural"
-    if not natural and len(corpus.train) < MIN_PARTITION_SIZE * num_partitions:
+    if not natural and len(rows) < MIN_PARTITION_SIZE * num_partitions:
         raise ConfigError(
-            f"data set {settings.dataset!r} has {len(corpus.train)} training examples, and "
+            f"data set {settings.dataset!r} has {len(rows)} training examples, and "
             f"{num_partitions} clients need at least {MIN_PARTITION_SIZE} each; use fewer clients"
         )
-    # IidPartitioner cuts contiguous pieces, and data sets may be sorted by label.
-    rows = np.random.default_rng(settings.seed).permutation(corpus.train)
     groups = corpus.labels[rows]
     if natural:
         groups = _grouped(groups, settings, num_partitions)

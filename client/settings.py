@@ -14,7 +14,7 @@ from flwr.app.user_config import UserConfigValue
 
 from rotfed.errors import RotfedError
 
-STRATEGIES = ("rotfed", "fedavg")
+STRATEGIES = ("fedavg", "fedprox", "fedadam")
 ANCHORS = ("global", "medoid", "consensus", "generalized_procrustes")
 PARTITIONS = ("iid", "dirichlet", "natural")
 STARTS = ("same", "different", "parties")
@@ -33,15 +33,20 @@ class Settings:
 
     Attributes
     ----------
-    num_server_rounds, strategy, anchor, groups, layers, proper, strength
-        Rounds, and how replies are aligned: `groups` and `layers` are None for all of them.
-    task, dataset, input_column, label_column, model, max_length
+    num_server_rounds, strategy, proximal_mu, server_learning_rate
+        Rounds, and Flower's strategy that aggregates them; `proximal_mu` is FedProx's, `server_learning_rate` is
+        FedAdam's.
+    align, anchor, groups, layers, proper, strength, min_gain, residual
+        Whether replies are aligned first, and how (see `rotfed.flower.AlignedStrategy`): `groups` and `layers` are None
+        for all of them; `residual` rotates the residual stream, too.
+    task, dataset, train_examples, input_column, label_column, model, max_length
         What is learned: classes of images ("image") or texts ("text"), or what token comes next in a text
         ("language"). `dataset` is "digits", "fashion-mnist", a folder with a subfolder of .txt files for each class,
         of texts, or author, for language, or a Hugging Face name, whose columns are found by their types unless named
-        (an author's column as `label_column`); `model` is built in ("vit-small", "bert-small", "llama-small"), a
-        transformers folder or a hub id; `max_length` counts tokens (bytes for the built-in models): a class is told by
-        the first so many of a text, language is read in windows of so many.
+        (an author's column as `label_column`); `train_examples` is how many of its training examples are dealt out, 0
+        for all; `model` is built in ("vit-small", "bert-small", "llama-small"), a transformers folder or a hub id;
+        `max_length` counts tokens (bytes for the built-in models): a class is told by the first so many of a text,
+        language is read in windows of so many.
     partition, alpha, start, learned
         How data is split over clients: evenly ("iid"), by shares of each class or author drawn with `alpha`
         ("dirichlet"), or by whole authors ("natural", for language only). And whether clients start from one
@@ -62,13 +67,19 @@ class Settings:
 
     num_server_rounds: int
     strategy: str
+    proximal_mu: float
+    server_learning_rate: float
+    align: bool
     anchor: str
     groups: tuple[str, ...] | None
     layers: tuple[int, ...] | None
     proper: bool
     strength: float
+    min_gain: float
+    residual: bool
     task: str
     dataset: str
+    train_examples: int
     input_column: str
     label_column: str
     model: str
@@ -166,13 +177,19 @@ def _parsers() -> dict[str, _Parser]:
     parsers: dict[str, _Parser] = {
         "num-server-rounds": _integer(1),
         "strategy": _choice(STRATEGIES),
+        "proximal-mu": _number(0.0),
+        "server-learning-rate": _number(0.0, open_low=True),
+        "align": _boolean,
         "anchor": _choice(ANCHORS),
         "groups": _names,
         "layers": _layers,
         "proper": _boolean,
         "strength": _number(0.0, 1.0, open_low=True),
+        "min-gain": _number(0.0),
+        "residual": _boolean,
         "task": _choice(tuple(BUILT_IN_MODELS)),
         "dataset": _text,
+        "train-examples": _integer(0),
         "input-column": _optional_text,
         "label-column": _optional_text,
         "model": _text,

@@ -52,11 +52,14 @@ def train(
     learning_rate: float,
     device: torch.device,
     generator: torch.Generator,
+    proximal_mu: float = 0.0,
 ) -> float:
     """Train `model` in place with AdamW and return the mean loss of the last epoch.
 
     Parameters
     ----------
+    proximal_mu
+        Weight of half the squared distance from where training began, FedProx's pull (arXiv 1812.06127, eq. 2).
     device
         On CUDA the forward pass runs under bfloat16 autocast; weights and optimizer stay float32.
     generator
@@ -69,6 +72,7 @@ def train(
     """
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    began = [parameter.detach().clone() for parameter in model.parameters()] if proximal_mu else []
     total = 0.0
     for _ in range(epochs):
         total = 0.0
@@ -78,6 +82,9 @@ def train(
             loss = cross_entropy(logits, labels)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
+            for parameter, start in zip(model.parameters(), began, strict=False):
+                assert parameter.grad is not None
+                parameter.grad += proximal_mu * (parameter.detach() - start)
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
             optimizer.step()
             total += loss.item() * len(rows)

@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from transformers import PreTrainedModel
 
@@ -17,7 +17,7 @@ from client.fingerprint import fingerprint
 from client.models import build_encoder, build_examples, build_model, build_tokenizer
 from client.settings import Settings, parse_settings
 from client.training import Evaluation, evaluate, pick_device, seed_everything
-from rotfed.flower import MultiPartyStart, RotFedAvg, to_record, to_state_dict
+from rotfed.flower import AlignedStrategy, MultiPartyStart, to_record, to_state_dict
 from server.grid import OrderedGrid
 from server.results import Recorder, environment
 
@@ -75,7 +75,7 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
         entry: dict[str, Any] = {"round": server_round, "loss": measured.loss, "accuracy": measured.accuracy}
         if server_round > 0:
             entry["train"] = dict(last_train_metrics)
-            if isinstance(strategy, RotFedAvg) and strategy.reports:
+            if isinstance(strategy, AlignedStrategy) and strategy.reports:
                 entry["alignment"] = strategy.reports[-1].to_dict()
         recorder.add_round(entry)
         return MetricRecord({"loss": measured.loss, "accuracy": measured.accuracy})
@@ -107,7 +107,7 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
 
 
 def build_strategy(settings: Settings, model: PreTrainedModel, train_metrics: TrainMetrics) -> Strategy:
-    """FedAvg, or RotFedAvg with the symmetry spec of `model`; SpecError when there is none that fits."""
+    """The strategy configured, around it alignment by the spec of `model`; SpecError when there is none that fits."""
     fedavg: dict[str, Any] = {
         "fraction_train": settings.fraction_train,
         "fraction_evaluate": settings.fraction_evaluate,
@@ -116,16 +116,24 @@ def build_strategy(settings: Settings, model: PreTrainedModel, train_metrics: Tr
         "min_available_nodes": settings.min_nodes,
         "train_metrics_aggr_fn": train_metrics,
     }
-    if settings.strategy == "fedavg":
-        return FedAvg(**fedavg)
-    return RotFedAvg(
-        rotfed.load_spec(model),
+    inner: Strategy
+    if settings.strategy == "fedprox":
+        inner = FedProx(**fedavg, proximal_mu=settings.proximal_mu)
+    elif settings.strategy == "fedadam":
+        inner = FedAdam(**fedavg, eta=settings.server_learning_rate)
+    else:
+        inner = FedAvg(**fedavg)
+    if not settings.align:
+        return inner
+    return AlignedStrategy(
+        inner,
+        rotfed.load_spec(model, residual=settings.residual),
         anchor=settings.anchor,
         groups=settings.groups,
         layers=settings.layers,
         proper=settings.proper,
         strength=settings.strength,
-        **fedavg,
+        min_gain=settings.min_gain,
     )
 
 

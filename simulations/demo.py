@@ -52,14 +52,14 @@ class Run:
     """A run that was started: what it compares, its id at the engine, and where its server writes results."""
 
     start: str
-    strategy: str
+    method: str
     run_id: str
     results_file: Path
 
     @property
     def name(self) -> str:
         """How it is called on the screen."""
-        return f"{METHODS[self.strategy]}, {STARTS[self.start]}"
+        return f"{METHODS[self.method]}, {STARTS[self.start]}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Outcome:
     """A run that has ended: how ("completed" or "failed"), why if it failed, and its server's results."""
 
     start: str
-    strategy: str
+    method: str
     status: str
     error: str
     results: Mapping[str, Any]
@@ -108,14 +108,14 @@ def demo(
         console.print(f"Flower simulation: 4 runs, {clients} clients, {rounds} rounds, seed {seed}")
         with Engine() as engine:
             runs: list[Run] = []
-            for start, strategy in product(STARTS, METHODS):
+            for start, method in product(STARTS, METHODS):
                 # The next run starts while the engine still winds down the one before.
-                runs.append(_start(engine, {**config, "start": start, "strategy": strategy}, clients))
+                runs.append(_start(engine, config, start, method, clients))
                 if not _follow(engine, runs[-1]):
                     break
             outcomes = _outcomes(engine, runs)
         failed = [outcome for outcome in outcomes if outcome.status != "completed"]
-        error = "; ".join(f"{outcome.start}, {outcome.strategy}: {outcome.error}" for outcome in failed)
+        error = "; ".join(f"{outcome.start}, {outcome.method}: {outcome.error}" for outcome in failed)
     except EngineError as engine_error:
         error = str(engine_error)
     finally:
@@ -132,11 +132,12 @@ def demo(
         raise typer.Exit(1)
 
 
-def _start(engine: Engine, config: Mapping[str, bool | int | float | str], clients: int) -> Run:
-    start, strategy = str(config["start"]), str(config["strategy"])
-    results_file = engine.home / f"{start}-{strategy}.json"
-    run_id = engine.submit({**config, "results": str(results_file)}, nodes=clients)
-    return Run(start, strategy, run_id, results_file)
+def _start(
+    engine: Engine, config: Mapping[str, bool | int | float | str], start: str, method: str, clients: int
+) -> Run:
+    results_file = engine.home / f"{start}-{method}.json"
+    own = {**config, "start": start, "align": method == "rotfed", "results": str(results_file)}
+    return Run(start, method, engine.submit(own, nodes=clients), results_file)
 
 
 def _follow(engine: Engine, run: Run) -> bool:
@@ -165,12 +166,12 @@ def _outcomes(engine: Engine, runs: list[Run]) -> list[Outcome]:
     for run, ended in zip(runs, engine.wait([run.run_id for run in runs], timeout=RUN_TIMEOUT), strict=True):
         results = _read(run.results_file)
         if ended.completed and results.get("status") == "completed":
-            outcomes.append(Outcome(run.start, run.strategy, "completed", "", results))
+            outcomes.append(Outcome(run.start, run.method, "completed", "", results))
             continue
         console.print(f"[red]{run.name}: {ended.status}; the run's log ends:[/]")
         console.print(engine.log(run.run_id), markup=False, highlight=False)
         error = results.get("error") or ended.details or ended.status
-        outcomes.append(Outcome(run.start, run.strategy, "failed", error, results))
+        outcomes.append(Outcome(run.start, run.method, "failed", error, results))
     return outcomes
 
 
@@ -187,10 +188,10 @@ def show_table(outcomes: list[Outcome]) -> None:
         single = outcome.single_accuracy
         table.add_row(
             outcome.start,
-            METHODS[outcome.strategy],
+            METHODS[outcome.method],
             "" if single is None else f"{single:.1%}",
             *(f"{accuracy:.1%}" for accuracy in outcome.accuracies[1:]),
-            end_section=outcome.strategy == list(METHODS)[-1],
+            end_section=outcome.method == list(METHODS)[-1],
         )
     console.print(table)
 
@@ -200,7 +201,7 @@ def _plot(path: Path, outcomes: list[Outcome], clients: int) -> None:
     single: dict[str, float] = {}
     for outcome in outcomes:
         panel = f"clients start from {STARTS[outcome.start]}"
-        panels.setdefault(panel, {})[METHODS[outcome.strategy]] = outcome.accuracies
+        panels.setdefault(panel, {})[METHODS[outcome.method]] = outcome.accuracies
         if outcome.single_accuracy is not None:
             single[panel] = outcome.single_accuracy
     plot_accuracy(path, panels, single, f"A small ViT on digits, {clients} clients, equal shares of the data")
@@ -221,7 +222,7 @@ def _summary(
         "runs": [
             {
                 "start": outcome.start,
-                "strategy": outcome.strategy,
+                "method": outcome.method,
                 **outcome.results,
                 # Without the temporary file of this one run.
                 "config": {key: value for key, value in outcome.results.get("config", {}).items() if key != "results"},

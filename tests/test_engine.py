@@ -37,7 +37,7 @@ def test_runs_end_with_their_true_status_and_leave_nothing_behind(tmp_path):
     assert len(results["rounds"][1]["alignment"]["clients"]) == 2
     # `flwr run --stream` exits 0 for this one too.
     assert failed.status == "finished:failed"
-    assert "run config strategy = 'fedsgd' cannot be used; it must be one of 'rotfed', 'fedavg'" in log
+    assert "run config strategy = 'fedsgd' cannot be used; it must be one of 'fedavg', 'fedprox', 'fedadam'" in log
     assert not engine_processes(home)
     assert not home.exists()
 

@@ -549,3 +549,25 @@ def test_codec_owns_its_memory() -> None:
     tensor = to_state_dict(ArrayRecord({"x": Array(values)}))["x"]
     tensor += 1
     assert values.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_residual_stream_turns_back_too_and_what_clients_get_computes_the_same() -> None:
+    model = EXAMPLES["vit"].model("ViTForImageClassification")
+    theta = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    spec = rotfed.load_spec(model, residual=True)
+    sent = []
+
+    def answer(message: Message, partition: int) -> Message:
+        received = to_state_dict(message.content.array_records["arrays"])
+        sent.append(received)
+        turn = rotfed.random_transform(spec, torch.Generator().manual_seed(partition))
+        return reply_to(message, turn.apply(received))
+
+    strategy = RotFedAvg(spec)
+    result = to_state_dict(run(strategy, client_app(answer), theta, clients=3).arrays)
+    assert strategy.reports[0].gain > 5 and "residual" in strategy.reports[0].groups
+    inputs = example_inputs(model, torch.Generator().manual_seed(0))
+    assert change_of_function(model, theta, sent[0], inputs) < 1e-5
+    assert change_of_function(model, theta, result, inputs) < 1e-4
+    plain = to_state_dict(run(FedAvg(), client_app(answer), sent[0], clients=3).arrays)
+    assert change_of_function(model, theta, plain, inputs) > 0.1

@@ -20,16 +20,6 @@ from rotfed.spec import SymmetrySpec, check_is_spec
 _LEGACY_SENT, _LEGACY_RETURNED = "fitins.parameters", "fitres.parameters"
 
 
-def refuse_folding(spec: SymmetrySpec) -> None:
-    """Raise SpecError for a spec that takes folded norms, which training unfolds again."""
-    if spec.residual is not None and spec.residual.folded:
-        raise SpecError(
-            "spec: expected one that works on models as they are trained, found one that rotates the residual stream, "
-            "for which norms have to be folded; load it with residual='permutation' or without, or, for models trained "
-            "apart, use MultiPartyStart, align_mod(spec, own_models=True) or rotfed.merge"
-        )
-
-
 def folded(params: Mapping[str, Tensor], spec: SymmetrySpec) -> Mapping[str, Tensor]:
     """Parameters as `spec` needs them: with folded norms where it has the residual stream."""
     return fold_norms(params, spec) if spec.residual else params
@@ -83,8 +73,12 @@ def align_mod(
     """
     options = align_options(spec, groups, layers, proper, strength, max_sweeps)
     check_min_gain(min_gain)
-    if not own_models:
-        refuse_folding(spec)
+    if not own_models and spec.residual is not None and spec.residual.folded:
+        raise SpecError(
+            "spec: expected one that works on models as they are trained, found one that rotates the residual stream, "
+            "for which norms have to be folded; load it with residual='permutation' or without, pass own_models=True "
+            "for models trained apart, or align on the server, with RotFedAvg(spec)"
+        )
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if message.metadata.message_type.split(".")[0] != "train" or not message.content.array_records:

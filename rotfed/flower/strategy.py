@@ -23,7 +23,7 @@ from rotfed.anchors import chosen_anchor
 from rotfed.descent import Anchor
 from rotfed.errors import AlignmentError, RecordError
 from rotfed.evidence import MIN_GAIN, Aligned, align_where_frames_differ, check_min_gain
-from rotfed.flower.mods import align_options, refuse_folding
+from rotfed.flower.mods import align_options, folded
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, match_params, record_key, sort_replies, widened
 from rotfed.flower.reports import ClientReport, RoundReport
@@ -53,7 +53,9 @@ class AlignedStrategy(Strategy):
         integer buffers. Alignment belongs outermost: wrap it around a privacy wrapper, not the reverse, which would
         clip before aligning.
     spec
-        The bound spec of the model, from `rotfed.load_spec`.
+        The bound spec of the model, from `rotfed.load_spec`. With the residual stream the norms of the model sent out
+        and of every reply are folded where that needs it (`rotfed.fold_norms`), so that what clients train and what
+        comes out has other weights than without, of the same function at the start.
     anchor
         `"global"`: the model that was sent out. `"medoid"` or `"consensus"`: what the clients agree on, in the frame
         nearest to the model that was sent out (see `rotfed.align_all`). Only `"global"` keeps one client's influence
@@ -86,7 +88,6 @@ class AlignedStrategy(Strategy):
             raise TypeError(f"inner: expected a flwr.serverapp.strategy.Strategy, found {type(inner).__name__}")
         self.options = align_options(spec, groups, layers, proper, strength, max_sweeps)
         self.min_gain = check_min_gain(min_gain)
-        refuse_folding(spec)
         anchor = chosen_anchor(anchor, ROUND_ANCHORS)
         if isinstance(inner, _PRIVATE) and anchor != "global":
             raise AlignmentError(
@@ -126,9 +127,10 @@ class AlignedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remember the model that goes out, and let the inner strategy choose to whom."""
-        self._broadcast = to_state_dict(arrays)
+        self._broadcast = dict(folded(to_state_dict(arrays), self.spec))
         self.spec.resolve(self._broadcast)
-        self._sent = self._narrowed(self.inner.configure_train(server_round, self._widened(arrays), config, grid))
+        widened_model = to_record(widened(_floating(self._broadcast), torch.float32))
+        self._sent = self._narrowed(self.inner.configure_train(server_round, widened_model, config, grid))
         return self._sent
 
     def aggregate_train(
@@ -139,7 +141,10 @@ class AlignedStrategy(Strategy):
             raise RecordError("aggregate_train: expected configure_train to have sent a model out first")
         started = time.perf_counter()
         received = sort_replies(
-            replies, self._sent, self.weight_key, lambda entry: match_params(entry.params, self._broadcast)
+            replies,
+            self._sent,
+            self.weight_key,
+            lambda entry: folded(match_params(entry.params, self._broadcast), self.spec),
         )
         for node_id, reason in received.refused.items():
             log(WARNING, "aggregate_train: node %d left out of round %d: %s", node_id, server_round, reason)
@@ -189,8 +194,8 @@ class AlignedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Let the inner strategy choose who evaluates."""
         self._broadcast = to_state_dict(arrays)
-        messages = self.inner.configure_evaluate(server_round, self._widened(arrays), config, grid)
-        self._sent = self._narrowed(messages)
+        widened_model = to_record(widened(_floating(self._broadcast), torch.float32))
+        self._sent = self._narrowed(self.inner.configure_evaluate(server_round, widened_model, config, grid))
         return self._sent
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -210,10 +215,6 @@ class AlignedStrategy(Strategy):
         return align_where_frames_differ(
             models, self.spec, self.anchor, weights, reference, self.min_gain, **self.options
         )
-
-    def _widened(self, arrays: ArrayRecord) -> ArrayRecord:
-        """A copy of `arrays` as the inner strategy may compute with it."""
-        return to_record(widened(_floating(to_state_dict(arrays)), torch.float32))
 
     def _narrowed(self, messages: Iterable[Message]) -> list[Message]:
         """The inner strategy's messages with the model in its own types and with its buffers."""
