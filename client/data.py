@@ -92,6 +92,8 @@ def load_corpus(settings: Settings) -> Corpus:
         if FASHION_MNIST_FOLDER.is_dir():
             return read_idx_folder(FASHION_MNIST_FOLDER)
         return _hub(FASHION_MNIST_HUB_NAME, settings)
+    if settings.task == "image" and (Path(settings.dataset) / "train-images-idx3-ubyte.gz").is_file():
+        return read_idx_folder(Path(settings.dataset))
     if settings.reads_text and Path(settings.dataset).is_dir():
         return _text_folder(Path(settings.dataset), settings.seed)
     return _hub(settings.dataset, settings)

@@ -5,9 +5,13 @@ Flower's own engines, to which strategies and apps go unchanged.
 """
 
 import copy
+import random
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+import numpy as np
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -82,8 +86,21 @@ class InProcessGrid(Grid):
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
             arrived = copy.deepcopy(message)
             try:
-                reply = self.client_app(arrived, self.contexts[message.metadata.dst_node_id])
+                with _own_generators():
+                    reply = self.client_app(arrived, self.contexts[message.metadata.dst_node_id])
             except Exception as error:  # what a SuperNode does with any exception of an app
                 reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
             replies.append(copy.deepcopy(reply))
         return replies
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Leave the process's generators as they were: a node that seeds its own would decide whom the server samples."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
