@@ -66,15 +66,18 @@ def weighted_mean(models: Iterable[Params], weights: Sequence[float] | None = No
     """
     models = alike(models)
     shares = normalised_weights(len(models), weights)
-    mean = {}
-    for name, first in models[0].items():
-        # From the first model on, so that values on which all agree (a folded norm's ones) stay as they are.
-        total = base = to_work(first)
-        for model, share in zip(models[1:], shares[1:], strict=True):
-            total = total + (to_work(model[name]).to(base.device) - base) * share
-        cause = "in the mean; put a model of a wider type first"
-        mean[name] = restore_type(total, first.dtype, name, cause).to(first.device)
-    return mean
+    return {name: mean_tensor(name, [model[name] for model in models], shares) for name in models[0]}
+
+
+def mean_tensor(name: str, tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The mean of one parameter, as in `weighted_mean`, by shares that sum to one."""
+    first = tensors[0]
+    # From the first on, so that values on which all agree (a folded norm's ones) stay as they are.
+    total = base = to_work(first)
+    for tensor, share in zip(tensors[1:], shares[1:], strict=True):
+        total = total + (to_work(tensor).to(base.device) - base) * share
+    cause = "in the mean; put a model of a wider type first"
+    return restore_type(total, first.dtype, name, cause).to(first.device)
 
 
 def shared_rows(models: Sequence[Params]) -> list[Params]:

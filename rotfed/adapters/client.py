@@ -1,0 +1,90 @@
+"""What a client does with its PEFT model: which factor it trains, and what the server adds to the base weights."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rotfed.adapters.factors import Factors
+from rotfed.adapters.spec import AdapterSpec
+from rotfed.errors import AlignmentError
+
+TRAINED = ("both", "A", "B")
+
+_ADDED = "_rotfed_residual_added"
+
+
+def train_factors(model: nn.Module, which: str = "both") -> None:
+    """Let one factor of every LoRA module be trained, or both.
+
+    Parameters: `which`, `"A"`, `"B"` or `"both"`, as an adapter strategy says in the train config under
+    `"rotfed-train"`. `"B"` is the factor that PEFT starts at zero, which is `lora_embedding_A` of an embedding. Sets
+    `requires_grad` of factors and leaves everything else as it is.
+    """
+    if which not in TRAINED:
+        raise AlignmentError(f"rotfed-train: expected one of {', '.join(TRAINED)}, found {which!r}")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for module in AdapterSpec({}).resolve(parameters):
+        parameters[module.a].requires_grad_(which != "B")
+        parameters[module.b].requires_grad_(which != "A")
+
+
+def residual_record(residual: Mapping[str, Factors]) -> dict[str, Tensor]:
+    """Residual factors under names, in float32, as they travel to clients."""
+    return {
+        f"{module}.residual_{side}": tensor.float()
+        for module, factors in residual.items()
+        for side, tensor in zip("BA", factors, strict=True)
+    }
+
+
+def add_residual(model: nn.Module, residual: Mapping[str, Tensor]) -> None:
+    """Add what a server's `"exact"` or `"stack"` aggregation left over to the base weights of a PEFT model.
+
+    Parameters: `model`, a PeftModel (or what has the same module names) over the base model as it was loaded;
+    `residual`, what the server sent beside the adapter: `to_state_dict(message.content["residual"])`, the sum over all
+    rounds. The model is changed. Raises AlignmentError, with nothing changed, where a residual was added before, where
+    a base weight is quantised, tied to another or of another shape.
+    """
+    if getattr(model, _ADDED, False):
+        raise AlignmentError(
+            "residual: expected the base model as it was loaded, found one that has one already; the server sends "
+            "the sum over all rounds, so load the base model anew"
+        )
+    owners: dict[int, set[int]] = {}
+    for part in model.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(part))
+    moved: dict[int, tuple[Tensor, Factors, bool]] = {}
+    for name in [key.removesuffix(".residual_B") for key in residual if key.endswith(".residual_B")]:
+        try:
+            layer = model.get_submodule(name)
+        except AttributeError as error:
+            raise AlignmentError(
+                f"{name}: expected in the model, found no such module; adapt the server's modules"
+            ) from error
+        base: nn.Module = layer
+        while isinstance(getattr(base, "base_layer", None), nn.Module):
+            base = base.base_layer
+        weight = getattr(base, "weight", None)
+        B, A = residual[f"{name}.residual_B"], residual[f"{name}.residual_A"]
+        transposed = bool(getattr(layer, "fan_in_fan_out", False))
+        flat = [A.shape[1], B.shape[0]] if transposed else [B.shape[0], A.shape[1]]
+        if not isinstance(weight, Tensor) or not weight.is_floating_point() or list(weight.flatten(1).shape) != flat:
+            found = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"
+            raise AlignmentError(
+                f"{name}: expected a floating-point base weight of shape {tuple(flat)}, found {found}; a residual can "
+                "be added to plain weights only, so aggregate quantised models by 'optimal'"
+            )
+        if len(owners[id(weight)]) > 1:
+            raise AlignmentError(
+                f"{name}: expected a base weight of its own, found one that is tied to another module's, which would "
+                "move with it; aggregate by 'optimal'"
+            )
+        moved[id(weight)] = (weight, Factors(B, A), transposed)
+    with torch.no_grad():
+        for weight, factors, transposed in moved.values():
+            B, A = (factor.to(weight.device, torch.promote_types(weight.dtype, torch.float32)) for factor in factors)
+            delta = (B @ A).mT if transposed else B @ A
+            weight.copy_(weight.to(delta.dtype) + delta.reshape(weight.shape))
+    setattr(model, _ADDED, True)
