@@ -131,7 +131,7 @@ class Stack:
         rank = min(rank, S.shape[-1])
         U, S, Vt = U[..., :rank], S[..., :rank], Vt[..., :rank, :]
         nothing = (_NOTHING * S[..., :1]).clamp_min(torch.finfo(torch.float64).tiny)
-        there = S > nothing
+        there = nothing < S
         root = torch.where(there, S, torch.ones_like(S)).rsqrt() * there
         onto = self.shares[:, None] * right.mT @ (Vt.mT * root[..., None, :])
         back = (U * root[..., None, :]).mT @ left * self.shares
