@@ -5,6 +5,14 @@ model nearest to another without altering what it computes; `merge` averages sev
 `rotfed.flower` does both inside a Flower run.
 """
 
+from rotfed.adapters import (
+    AdapterSpec,
+    add_residual,
+    aggregate_adapters,
+    fit_adapter,
+    load_adapter_spec,
+    train_factors,
+)
 from rotfed.align import Alignment, align
 from rotfed.anchors import align_all, medoid, merge
 from rotfed.checks import check_spec
@@ -27,6 +35,7 @@ from rotfed.transform import Transform, random_transform
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterSpec",
     "Alignment",
     "AlignmentError",
     "Anchor",
@@ -38,14 +47,19 @@ __all__ = [
     "SymmetrySpec",
     "Transform",
     "TransformError",
+    "add_residual",
+    "aggregate_adapters",
     "align",
     "align_all",
     "check_spec",
+    "fit_adapter",
     "fold_norms",
+    "load_adapter_spec",
     "load_spec",
     "medoid",
     "merge",
     "random_transform",
     "supported_model_types",
+    "train_factors",
     "weighted_mean",
 ]

@@ -102,8 +102,7 @@ def aggregate_adapters(
     """
     if method not in METHODS:
         raise AlignmentError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
-    if not 0 <= strength <= 1:
-        raise AlignmentError(f"strength: expected a number from 0 to 1, found {strength!r}")
+    check_rotation(strength)
     if rank is not None and (method != "optimal" or rank < 1):
         raise AlignmentError(f"rank: expected a positive one with 'optimal' only, found {rank} with {method!r}")
     models = list(adapters)
@@ -167,6 +166,12 @@ def aggregate_adapters(
     )
 
 
+def check_rotation(strength: float) -> None:
+    """Raise AlignmentError for a strength that no rotation has."""
+    if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 <= strength <= 1:
+        raise AlignmentError(f"strength: expected a number from 0 to 1, found {strength!r}")
+
+
 def fit_adapter(params: Params, like: Params, spec: AdapterSpec) -> dict[str, Tensor]:
     """An adapter at the ranks of another, as near as they allow; what already has them is returned as it is.
 
@@ -177,6 +182,9 @@ def fit_adapter(params: Params, like: Params, spec: AdapterSpec) -> dict[str, Te
     `params`, in their types. Nothing is mutated.
     """
     ours = {module.name: module.read(like) for module in spec.resolve(like)}
+    if odd := sorted({module.name for module in spec.resolve(params)} ^ set(ours)):
+        place = "in the client's adapter" if odd[0] in ours else "in the server's adapter"
+        raise AlignmentError(f"{odd[0]}: expected in both adapters, found {place} only; adapt the same modules")
     return _refit(params, spec, ours)
 
 
@@ -188,10 +196,8 @@ def with_ranks(params: Params, spec: AdapterSpec, ranks: Mapping[str, int]) -> d
 
 def _refit(params: Params, spec: AdapterSpec, ours: Mapping[str, Factors]) -> dict[str, Tensor]:
     fitted = dict(params)
-    for module in spec.resolve(params):
+    for module in spec.resolve(params) if ours else []:
         factors = module.read(params)
-        if module.name not in ours:
-            raise AlignmentError(f"{module.name}: expected in the client's adapter, found none; adapt the same modules")
         own = ours[module.name]
         if own.rank == factors.rank:
             continue

@@ -63,9 +63,9 @@ def add_residual(model: nn.Module, residual: Mapping[str, Tensor]) -> None:
             raise AlignmentError(
                 f"{name}: expected in the model, found no such module; adapt the server's modules"
             ) from error
-        base: nn.Module = layer
-        while isinstance(getattr(base, "base_layer", None), nn.Module):
-            base = base.base_layer
+        base = layer
+        while isinstance(nested := getattr(base, "base_layer", None), nn.Module):
+            base = nested
         weight = getattr(base, "weight", None)
         B, A = residual[f"{name}.residual_B"], residual[f"{name}.residual_A"]
         transposed = bool(getattr(layer, "fan_in_fan_out", False))

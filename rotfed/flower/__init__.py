@@ -4,10 +4,11 @@ from rotfed.flower.mods import align_mod
 from rotfed.flower.multi_party import MultiPartyStart, StartReport
 from rotfed.flower.party import register_party
 from rotfed.flower.records import to_record, to_state_dict
-from rotfed.flower.reports import ClientReport, RoundReport
+from rotfed.flower.reports import AdapterReport, ClientReport, RoundReport
 from rotfed.flower.strategy import AlignedStrategy, RotFedAvg
 
 __all__ = [
+    "AdapterReport",
     "AlignedStrategy",
     "ClientReport",
     "MultiPartyStart",

@@ -49,6 +49,13 @@ class RoundReport:
         """Share of permutations, over clients, groups and layers, that were the identity."""
         return self._mean("identity_permutations")
 
+    def line(self) -> str:
+        """The round in one line."""
+        return (
+            f"aligned {', '.join(self.groups) or 'nothing'} of {len(self.clients)} replies in {self.seconds:.2f} s, gain "
+            f"over noise {self.gain:.2f}, mean distance {self.distance_before:.4g} -> {self.distance_after:.4g}"
+        )
+
     def metrics(self) -> dict[str, float]:
         """The round's figures under the names that they have in a MetricRecord."""
         return {
@@ -67,3 +74,46 @@ class RoundReport:
         # JSON has no infinity.
         gain = self.gain if math.isfinite(self.gain) else None
         return {**asdict(self), **means, "gain": gain, "refused": refused}
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """One round of adapters.
+
+    Aggregation errors are ||result - mean of products|| / ||mean of products||, of the method and of the mean of
+    factors, by module and over all; `ranks` are the nodes' own, the highest of their modules; then the nodes that were
+    refused and why, and the seconds it took.
+    """
+
+    round: int
+    aggregation: str
+    ranks: dict[int, int] = field(default_factory=dict)
+    error: float = 0.0
+    mean_error: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    mean_errors: dict[str, float] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        """The round in one line."""
+        return (
+            f"{len(self.ranks)} adapters by '{self.aggregation}' in {self.seconds:.2f} s, aggregation error "
+            f"{self.error:.4g} (mean of factors {self.mean_error:.4g})"
+        )
+
+    def metrics(self) -> dict[str, float | list[float]]:
+        """The round's figures under the names that they have in a MetricRecord; lists are in the modules' order."""
+        return {
+            "rotfed-aggregation-error": self.error,
+            "rotfed-mean-aggregation-error": self.mean_error,
+            "rotfed-aggregation-errors": list(self.errors.values()),
+            "rotfed-mean-aggregation-errors": list(self.mean_errors.values()),
+            "rotfed-refused": float(len(self.refused)),
+            "rotfed-seconds": self.seconds,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data for a JSON file."""
+        named = {key: {str(node): value for node, value in getattr(self, key).items()} for key in ("ranks", "refused")}
+        return {**asdict(self), **named}

@@ -6,7 +6,7 @@ from logging import INFO, WARNING
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
@@ -19,15 +19,14 @@ from flwr.serverapp.strategy import (
 )
 from torch import Tensor
 
-from rotfed.anchors import chosen_anchor
-from rotfed.descent import Anchor
+from rotfed.adapters import AdapterSpec
 from rotfed.errors import AlignmentError, RecordError
-from rotfed.evidence import MIN_GAIN, Aligned, align_where_frames_differ, check_min_gain
-from rotfed.flower.mods import align_options, folded
+from rotfed.flower.adapters import RESIDUAL_KEY, AdapterRounds, chain, refuse_options
+from rotfed.flower.models import ModelRounds
 from rotfed.flower.records import to_record, to_state_dict
-from rotfed.flower.replies import Received, match_params, record_key, sort_replies, widened
-from rotfed.flower.reports import ClientReport, RoundReport
-from rotfed.mergers import weighted_mean
+from rotfed.flower.replies import match_params, record_key, sort_replies, widened
+from rotfed.flower.reports import AdapterReport, RoundReport
+from rotfed.mergers import mean_tensor, normalised_weights
 from rotfed.spec import SymmetrySpec
 
 _PRIVATE = (
@@ -36,10 +35,6 @@ _PRIVATE = (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
 )
-
-
-# In a round all clients come from one model: joining them one by one or two by two is for models of their own.
-ROUND_ANCHORS = ("global", "medoid", "consensus")
 
 
 class AlignedStrategy(Strategy):
@@ -53,73 +48,97 @@ class AlignedStrategy(Strategy):
         integer buffers. Alignment belongs outermost: wrap it around a privacy wrapper, not the reverse, which would
         clip before aligning.
     spec
-        The bound spec of the model, from `rotfed.load_spec`. With the residual stream the norms of the model sent out
-        and of every reply are folded where that needs it (`rotfed.fold_norms`), so that what clients train and what
-        comes out has other weights than without, of the same function at the start.
+        The bound spec of the model, from `rotfed.load_spec`, or a LoRA adapter's, from `rotfed.load_adapter_spec`. With
+        the residual stream the norms of the model sent out and of every reply are folded where that needs it
+        (`rotfed.fold_norms`), so that what clients train and what comes out has other weights than without, of the same
+        function at the start.
     anchor
         `"global"`: the model that was sent out. `"medoid"` or `"consensus"`: what the clients agree on, in the frame
         nearest to the model that was sent out (see `rotfed.align_all`). Only `"global"` keeps one client's influence
-        bounded, so it is the only one allowed around differential privacy; since no reply moves away from the
-        model sent out, a clipping bound that held before holds after.
+        bounded, so it is the only one allowed around differential privacy, and the default there and of adapters;
+        since no reply moves away from the model sent out, a clipping bound that held before holds after. Elsewhere the
+        consensus is the default.
     groups, layers, proper, strength, max_sweeps
         As in `rotfed.align`.
     min_gain
-        A round whose frames do not differ is aggregated as it came, to the bit: only those groups are aligned that gain
-        more, in units of what they would gain on noise (see `rotfed.evidence`). 0 aligns every round, infinity none.
+        Of whole models: a round whose frames do not differ is aggregated as it came, to the bit. Only those groups are
+        aligned that gain more, in units of what they would gain on noise (see `rotfed.evidence`); 0.75 by default. 0
+        aligns every round, infinity none.
+    aggregation
+        Of adapters only, which are sent and answered as `get_peft_model_state_dict(model)` gives them: what stands for
+        the mean of updates, `"optimal"` by default (`"rotation"` around differential privacy, `"mean"` with a frozen
+        factor; see `rotfed.aggregate_adapters`). `inner` sees replies whose mean is the result. `"exact"` and
+        `"stack"` leave a residual for the base weights: it is sent beside the adapter as the record `"residual"`, for
+        `rotfed.add_residual`, and `residual` holds it, summed over all rounds. `anchor`, `proper` and `strength`
+        are those of `"rotation"`, and `groups` and `layers` have no meaning.
+    over
+        Of adapters, `"rotation"` only: over `"both"` factors, `"A"`, `"B"`, or `"alternate"`, A in the first round and
+        B in the next, which with `strength` is FedRot-LoRA (arXiv 2602.23638).
+    train
+        Of adapters only: `"both"` factors; `"B"` alone, A frozen as it was sent (FFA-LoRA, arXiv 2403.12313); or
+        `"alternate"`, B in the first round and A in the next (RoLoRA, arXiv 2502.01755). The train config says which
+        under `"rotfed-train"`, for `rotfed.train_factors`; a reply that changed the other is refused.
+
+    Clients' adapters may have lower ranks than the server's; each node is sent its own rank once it has answered, and
+    the highest before, which `rotfed.fit_adapter` fits to it.
 
     A reply that cannot be used (not finite, misshapen, incomplete, without a weight) is refused with its node and
     reason, and reaches `inner` as an error reply, so that `inner`'s own rule for failures applies. `reports` holds
-    one `RoundReport` a round; its figures are also in the round's metrics.
+    one `RoundReport` (`AdapterReport` for adapters) a round; its figures are also in the round's metrics.
     """
 
     def __init__(
         self,
         inner: Strategy,
-        spec: SymmetrySpec,
-        anchor: str = "consensus",
+        spec: SymmetrySpec | AdapterSpec,
+        anchor: str | None = None,
         groups: Iterable[str] | None = None,
         layers: Iterable[int] | None = None,
         proper: bool = False,
         strength: float = 1.0,
         max_sweeps: int = 20,
-        min_gain: float = MIN_GAIN,
+        min_gain: float | None = None,
+        aggregation: str | None = None,
+        over: str | None = None,
+        train: str | None = None,
     ) -> None:
         if not isinstance(inner, Strategy):
             raise TypeError(f"inner: expected a flwr.serverapp.strategy.Strategy, found {type(inner).__name__}")
-        self.options = align_options(spec, groups, layers, proper, strength, max_sweeps)
-        self.min_gain = check_min_gain(min_gain)
-        anchor = chosen_anchor(anchor, ROUND_ANCHORS)
-        if isinstance(inner, _PRIVATE) and anchor != "global":
-            raise AlignmentError(
-                f"anchor: expected 'global' around {type(inner).__name__}, found {anchor!r}; aligning one client's "
-                "reply to those of others lets it depend on their data, which breaks the privacy accounting"
+        private = type(inner).__name__ if isinstance(inner, _PRIVATE) else ""
+        self.rounds: ModelRounds | AdapterRounds
+        if isinstance(spec, AdapterSpec):
+            refuse_options("an adapter", groups=groups, layers=layers, min_gain=min_gain)
+            self.rounds = AdapterRounds(
+                spec, chain(inner), private, anchor or "global", proper, strength, max_sweeps, aggregation, over, train
             )
+        else:
+            refuse_options("a whole model", aggregation=aggregation, over=over, train=train)
+            self.rounds = ModelRounds(spec, private, anchor, groups, layers, proper, strength, max_sweeps, min_gain)
         self.inner = inner
         self.spec = spec
-        self.anchor = anchor
-        self.reports: list[RoundReport] = []
+        self.reports: list[RoundReport | AdapterReport] = []
         self._broadcast: dict[str, Tensor] = {}
         self._sent: list[Message] = []
 
     @property
     def weight_key(self) -> str:
         """The metric by which the inner strategy weights replies."""
-        strategy: Any = self.inner
-        while not hasattr(strategy, "weighted_by_key") and hasattr(strategy, "strategy"):
-            strategy = strategy.strategy
-        return str(getattr(strategy, "weighted_by_key", "num-examples"))
+        return str(
+            next((s.weighted_by_key for s in chain(self.inner) if hasattr(s, "weighted_by_key")), "num-examples")
+        )
+
+    @property
+    def residual(self) -> dict[str, Tensor]:
+        """What all rounds so far left for the base weights, for `rotfed.add_residual`; empty of most methods."""
+        return dict(self.rounds.residual)
 
     def summary(self) -> None:
         """Log the alignment's settings, then the inner strategy's."""
-        options = self.options
         log(INFO, "\t├──> Alignment:")
-        log(INFO, "\t│\t├── Spec: %s (%s)", self.spec.source, self.spec.model_type)
-        log(INFO, "\t│\t├── Anchor: '%s'", self.anchor)
-        log(INFO, "\t│\t├── Groups: %s", ", ".join(options["groups"]))
-        log(INFO, "\t│\t├── Layers: %s of %d", _span(options["layers"]), self.spec.num_layers)
-        log(INFO, "\t│\t├── Rotations: %s", "SO(n)" if options["proper"] else "O(n)")
-        log(INFO, "\t│\t├── Strength: %g", options["strength"])
-        log(INFO, "\t│\t└── Least gain over noise: %g", self.min_gain)
+        *settings, last = self.rounds.settings()
+        for name, value in settings:
+            log(INFO, "\t│\t├── %s: %s", name, value)
+        log(INFO, "\t│\t└── %s: %s", *last)
         log(INFO, "\t├──> Inner strategy: %s", type(self.inner).__name__)
         self.inner.summary()
 
@@ -127,10 +146,9 @@ class AlignedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remember the model that goes out, and let the inner strategy choose to whom."""
-        self._broadcast = dict(folded(to_state_dict(arrays), self.spec))
+        self._broadcast = self.rounds.begin(server_round, to_state_dict(arrays), config)
         self.spec.resolve(self._broadcast)
-        widened_model = to_record(widened(_floating(self._broadcast), torch.float32))
-        self._sent = self._narrowed(self.inner.configure_train(server_round, widened_model, config, grid))
+        self._sent = self._narrowed(self.inner.configure_train(server_round, self._widened(), config, grid))
         return self._sent
 
     def aggregate_train(
@@ -140,42 +158,13 @@ class AlignedStrategy(Strategy):
         if not self._broadcast:
             raise RecordError("aggregate_train: expected configure_train to have sent a model out first")
         started = time.perf_counter()
-        received = sort_replies(
-            replies,
-            self._sent,
-            self.weight_key,
-            lambda entry: folded(match_params(entry.params, self._broadcast), self.spec),
-        )
+        received = sort_replies(replies, self._sent, self.weight_key, self.rounds.read)
         for node_id, reason in received.refused.items():
             log(WARNING, "aggregate_train: node %d left out of round %d: %s", node_id, server_round, reason)
-        found = self._align(received)
-        aligned = found.alignments
-        report = RoundReport(
-            round=server_round,
-            anchor=self.anchor,
-            clients=tuple(
-                ClientReport(entry.node_id, a.distance_before, a.distance_after, a.identity_permutations)
-                for entry, a in zip(received.usable, aligned, strict=True)
-            ),
-            groups=found.groups,
-            gain=found.gain,
-            refused=dict(received.refused),
-            seconds=time.perf_counter() - started,
-        )
+        models, report = self.rounds.combine(received, received.refused, started)
         self.reports.append(report)
-        log(
-            INFO,
-            "aggregate_train: aligned %s of %d replies in %.2f s, gain over noise %.2f, mean distance %.4g -> %.4g",
-            ", ".join(report.groups) or "nothing",
-            len(aligned),
-            report.seconds,
-            report.gain,
-            report.distance_before,
-            report.distance_after,
-        )
-        models = [alignment.params for alignment in aligned]
+        log(INFO, "aggregate_train: %s", report.line())
         weights = [entry.weight for entry in received.usable]
-        del found, aligned
         for entry, model in zip(received.usable, models, strict=True):
             entry.reply.content[record_key(entry.reply)] = to_record(widened(_floating(model), torch.float32))
         merged, metrics = self.inner.aggregate_train(server_round, received.messages)
@@ -186,6 +175,7 @@ class AlignedStrategy(Strategy):
         if arrays is not None:
             metrics = MetricRecord() if metrics is None else metrics
             metrics.update(report.metrics())
+            self.rounds.settle()
         self._sent = []
         return arrays, metrics
 
@@ -194,8 +184,8 @@ class AlignedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Let the inner strategy choose who evaluates."""
         self._broadcast = to_state_dict(arrays)
-        widened_model = to_record(widened(_floating(self._broadcast), torch.float32))
-        self._sent = self._narrowed(self.inner.configure_evaluate(server_round, widened_model, config, grid))
+        messages = self.inner.configure_evaluate(server_round, self._widened(), config, grid)
+        self._sent = self._narrowed(messages)
         return self._sent
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -206,27 +196,29 @@ class AlignedStrategy(Strategy):
         self._sent = []
         return self.inner.aggregate_evaluate(server_round, received.messages)
 
-    def _align(self, received: Received) -> Aligned:
-        if not received.usable:
-            return Aligned([], (), 0.0)
-        reference = Anchor(self._broadcast, self.spec)
-        weights = [entry.weight for entry in received.usable]
-        models = [entry.params for entry in received.usable]
-        return align_where_frames_differ(
-            models, self.spec, self.anchor, weights, reference, self.min_gain, **self.options
-        )
+    def _widened(self) -> ArrayRecord:
+        """A copy of the model sent out as the inner strategy may compute with it."""
+        return to_record(widened(_floating(self._broadcast), torch.float32))
 
     def _narrowed(self, messages: Iterable[Message]) -> list[Message]:
         """The inner strategy's messages with the model in its own types and with its buffers."""
-        done: dict[int, ArrayRecord] = {}
+        done: dict[tuple[int, ...], ArrayRecord] = {}
+        residual = to_record(self.rounds.residual) if self.rounds.residual else None
         listed = list(messages)
         for message in listed:
-            for key, record in list(message.content.array_records.items()):
+            node_id = message.metadata.dst_node_id
+            # Strategies give all messages one content.
+            content = RecordDict(dict(message.content.items()))
+            for key, record in list(content.array_records.items()):
                 if set(record) == set(_floating(self._broadcast)):
                     # Most strategies send one record to all nodes: pack it once.
-                    if id(record) not in done:
-                        done[id(record)] = to_record(self._typed(to_state_dict(record)))
-                    message.content[key] = done[id(record)]
+                    packed = (id(record), *self.rounds.ranks(node_id))
+                    if packed not in done:
+                        done[packed] = to_record(self.rounds.for_node(node_id, self._typed(to_state_dict(record))))
+                    content[key] = done[packed]
+            if residual is not None:
+                content[RESIDUAL_KEY] = residual
+            message.content = content
         return listed
 
     def _typed(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -252,33 +244,37 @@ class AlignedStrategy(Strategy):
             # Noise of a privacy mechanism would part weights that the model shares.
             params.update({name: params[first] for name in others})
         if not isinstance(self.inner, _PRIVATE):
-            buffers = [{n: t for n, t in model.items() if not t.is_floating_point()} for model in models]
-            params.update(weighted_mean(buffers, weights))
-        return to_record(self._typed(params))
+            shares = normalised_weights(len(models), weights)
+            buffers = [name for name, tensor in self._broadcast.items() if not tensor.is_floating_point()]
+            params.update({name: mean_tensor(name, [model[name] for model in models], shares) for name in buffers})
+        return to_record(self._typed({**params, **self.rounds.frozen()}))
 
 
 class RotFedAvg(AlignedStrategy):
     """FedAvg in one common frame.
 
-    Parameters: `spec`, from `rotfed.load_spec`; `anchor`, `groups`, `layers`, `proper`, `strength`, `max_sweeps`,
-    `min_gain` as in
+    Parameters: `spec`, from `rotfed.load_spec` or `rotfed.load_adapter_spec`; `anchor` and all others as in
     `AlignedStrategy`; every keyword of Flower's `FedAvg`.
     """
 
     def __init__(
         self,
-        spec: SymmetrySpec,
-        anchor: str = "consensus",
+        spec: SymmetrySpec | AdapterSpec,
+        anchor: str | None = None,
         groups: Iterable[str] | None = None,
         layers: Iterable[int] | None = None,
         proper: bool = False,
         strength: float = 1.0,
         max_sweeps: int = 20,
-        min_gain: float = MIN_GAIN,
+        min_gain: float | None = None,
+        aggregation: str | None = None,
+        over: str | None = None,
+        train: str | None = None,
         **fedavg_keywords: Any,
     ) -> None:
         inner = FedAvg(**fedavg_keywords)
-        super().__init__(inner, spec, anchor, groups, layers, proper, strength, max_sweeps, min_gain)
+        options = (anchor, groups, layers, proper, strength, max_sweeps, min_gain, aggregation, over, train)
+        super().__init__(inner, spec, *options)
 
 
 def _floating(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -302,8 +298,3 @@ def _tied(broadcast: Mapping[str, Tensor], models: Sequence[Mapping[str, Tensor]
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
-
-
-def _span(layers: Sequence[int]) -> str:
-    contiguous = list(layers) == list(range(layers[0], layers[-1] + 1)) if layers else False
-    return f"{layers[0]}-{layers[-1]}" if contiguous and len(layers) > 1 else ", ".join(map(str, layers)) or "none"

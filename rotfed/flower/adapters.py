@@ -1,0 +1,218 @@
+"""Rounds of LoRA adapters: what goes to whom, what comes back, and how it is aggregated."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord
+from flwr.serverapp.strategy import Bulyan, FedAvg, FedMedian, FedTrimmedAvg, Krum, MultiKrum, QFedAvg, Strategy
+from torch import Tensor
+
+from rotfed.adapters import METHODS, AdapterSpec, aggregate_adapters
+from rotfed.adapters.aggregate import RESIDUAL, check_rotation, with_ranks
+from rotfed.adapters.client import residual_record
+from rotfed.adapters.factors import Factors, residual
+from rotfed.adapters.spec import Module
+from rotfed.errors import AlignmentError, RecordError
+from rotfed.flower.replies import Received, Usable, match_params, widened
+from rotfed.flower.reports import AdapterReport
+
+TRAIN = "rotfed-train"
+RESIDUAL_KEY = "residual"
+
+TRAINED = ("both", "B", "alternate")
+_ANCHORS = ("global", "consensus")
+
+# Strategies that compare replies with each other, or weight them by more than their number of examples.
+_COMPARES = (Krum, MultiKrum, Bulyan, FedMedian, FedTrimmedAvg, QFedAvg)
+
+
+class AdapterRounds:
+    """What an adapter spec makes of the rounds of an `AlignedStrategy`, whose keywords these are.
+
+    A node's rank is read from its replies. Until it has answered once it gets the server's adapter whole, at the
+    highest rank, and fits it to its own (`rotfed.fit_adapter`, which changes nothing where ranks agree); afterwards it
+    gets the best approximation of its own rank.
+    """
+
+    def __init__(
+        self,
+        spec: AdapterSpec,
+        strategies: list[Strategy],
+        private: str,
+        anchor: str,
+        proper: bool,
+        strength: float,
+        max_sweeps: int,
+        aggregation: str | None,
+        over: str | None,
+        train: str | None,
+    ) -> None:
+        self.spec = spec
+        self.train = train = train or "both"
+        self.method = aggregation or ("mean" if train != "both" else "rotation" if private else "optimal")
+        self.over = over = over or "both"
+        self.options: dict[str, Any] = {"agree": anchor == "consensus", "proper": proper, "strength": strength}
+        self.options["max_sweeps"] = max_sweeps
+        for name, value, allowed in (
+            ("aggregation", self.method, METHODS),
+            ("anchor", anchor, _ANCHORS),
+            ("over", over, ("both", "A", "B", "alternate")),
+            ("train", train, TRAINED),
+        ):
+            if value not in allowed:
+                raise AlignmentError(f"{name}: expected one of {', '.join(allowed)} for adapters, found {value!r}")
+        check_rotation(strength)
+        inner = strategies[-1]
+        plain = not self.options["agree"] and over == "both" and strength == 1
+        if private and not (self.method == "mean" or (self.method == "rotation" and plain)):
+            raise AlignmentError(
+                f"aggregation: expected 'rotation' to the global anchor, whole and over both factors, around "
+                f"{private}, found {self.method!r} with anchor {anchor!r}, over {over!r}, strength "
+                f"{strength:g}; one client's reply must not depend on those of others, nor move away from what was sent"
+            )
+        if isinstance(inner, _COMPARES) and self.method not in ("mean", "rotation"):
+            raise AlignmentError(
+                f"aggregation: expected 'rotation' around {type(inner).__name__}, found {self.method!r}, which "
+                "combines the replies before the strategy can choose among them"
+            )
+        averages = isinstance(inner, FedAvg) and type(inner).aggregate_train is FedAvg.aggregate_train
+        if self.method in RESIDUAL and not averages:
+            raise AlignmentError(
+                f"aggregation: expected 'optimal', 'rotation' or 'mean' around {type(inner).__name__}, found "
+                f"{self.method!r}, whose residual makes up for a mean and not for a step towards it"
+            )
+        if train != "both" and self.method != "mean":
+            raise AlignmentError(
+                f"aggregation: expected 'mean' where one factor is frozen, found {self.method!r}; the mean of the "
+                "other factor is exact already"
+            )
+        self.residual: dict[str, Tensor] = {}
+        self._left: dict[str, Factors] = {}
+        self._ranks: dict[int, dict[str, int]] = {}
+        self._broadcast: dict[str, Tensor] = {}
+        self._start: dict[str, Tensor] = {}
+        self._round = 0
+
+    def settings(self) -> list[tuple[str, str]]:
+        """The settings as `summary` logs them."""
+        shown = [("Aggregation", f"'{self.method}'"), ("Trained", self.train)]
+        if self.method == "rotation":
+            shown += [("Over", self.over), *((name.capitalize(), str(value)) for name, value in self.options.items())]
+        return shown
+
+    def begin(self, server_round: int, broadcast: dict[str, Tensor], config: ConfigRecord) -> dict[str, Tensor]:
+        """Take note of what a round sends, say in its config which factor is trained, and return the adapter."""
+        self._round, self._broadcast = server_round, broadcast
+        self._start = self._start or broadcast
+        if self.train != "both":
+            config[TRAIN] = self._trained
+        return broadcast
+
+    @property
+    def _trained(self) -> str:
+        """RoLoRA takes turns and begins with B: as long as B is zero, no gradient reaches A."""
+        return self.train if self.train != "alternate" else "B" if self._round % 2 else "A"
+
+    def _frozen(self, module: Module) -> str:
+        return {"both": "", "B": module.a, "A": module.b}[self._trained]
+
+    def ranks(self, node_id: int) -> tuple[int, ...]:
+        """A node's ranks by module, where they are known."""
+        return tuple(self._ranks.get(node_id, {}).values())
+
+    def for_node(self, node_id: int, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The adapter at a node's own rank, where that is known."""
+        return with_ranks(params, self.spec, self._ranks.get(node_id, {}))
+
+    def read(self, entry: Usable) -> dict[str, Tensor]:
+        """A reply's adapter at the server's ranks and scales. Raises RotfedError to refuse it."""
+        found = dict(entry.params)
+        common = {module.name: module.read(self._broadcast).rank for module in self.spec.resolve(self._broadcast)}
+        ranks: dict[str, int] = {}
+        for module in self.spec.resolve(found):
+            if module.name not in common:
+                continue
+            highest, factors = common[module.name], module.read(found)
+            ranks[module.name] = factors.rank
+            frozen = self._frozen(module)
+            if factors.rank > highest or (frozen and factors.rank < highest):
+                raise RecordError(
+                    f"{module.a}: expected rank {highest}{'' if frozen else ' or less'}, found {factors.rank}; "
+                    + ("frozen factors have one rank" if frozen else "start from an adapter of the highest rank")
+                )
+            if (sent := self._broadcast.get(frozen)) is not None:
+                if sent.shape != found[frozen].shape or not sent.to(found[frozen].dtype).equal(found[frozen]):
+                    raise RecordError(
+                        f"{frozen}: expected as it was sent, found changed; train the other factor only in this round "
+                        f"(rotfed.train_factors(model, {self._trained!r}))"
+                    )
+                found[frozen] = sent
+            if factors.rank < highest:
+                ratio = self.spec.scale(module, factors.rank) / self.spec.scale(module, highest)
+                padded = Factors(factors.B.double() * ratio, factors.A).leading(highest)
+                found.update(module.write(padded, found))
+                if module.bias is not None:
+                    found[module.bias] = found[module.bias].double() * ratio
+        matched = match_params(found, widened(self._broadcast, torch.float32))
+        self._ranks[entry.node_id] = ranks
+        return matched
+
+    def combine(
+        self, received: Received, refused: Mapping[int, str], started: float
+    ) -> tuple[list[dict[str, Tensor]], AdapterReport]:
+        """The adapters that the inner strategy is given in place of the replies, and the round's report."""
+        usable = received.usable
+        if not usable:
+            return [], AdapterReport(self._round, self.method, refused=dict(refused))
+        in_turn = "A" if self._round % 2 else "B"
+        made = aggregate_adapters(
+            [entry.params for entry in usable],
+            self.spec,
+            self.method,
+            [entry.weight for entry in usable],
+            # A fresh start in every round is what stacking leaves the clients with.
+            self._start if self.method == "stack" else self._broadcast,
+            over=in_turn if self.over == "alternate" else self.over,
+            **self.options,
+        )
+        self._left = made.residual
+        return list(made.replies), AdapterReport(
+            round=self._round,
+            aggregation=self.method,
+            ranks={entry.node_id: max(self._ranks[entry.node_id].values()) for entry in usable},
+            error=made.error,
+            mean_error=made.mean_error,
+            errors=made.errors,
+            mean_errors=made.mean_errors,
+            refused=dict(refused),
+            seconds=time.perf_counter() - started,
+        )
+
+    def frozen(self) -> dict[str, Tensor]:
+        """The factors that the round does not train, as they were sent."""
+        frozen = [self._frozen(module) for module in self.spec.resolve(self._broadcast)]
+        return {name: self._broadcast[name] for name in frozen if name}
+
+    def settle(self) -> None:
+        """Add the round's residual to those before, once the inner strategy has made a model of it."""
+        for name, new in self._left.items():
+            B, A = (self.residual.get(f"{name}.residual_{side}") for side in "BA")
+            total = [new] if B is None or A is None else [Factors(B, A), new]
+            self.residual |= residual_record({name: residual(total, [1.0] * len(total))})
+        self._left = {}
+
+
+def chain(strategy: Strategy) -> list[Strategy]:
+    """A strategy and those that it wraps, outermost first."""
+    found = [strategy]
+    while isinstance(nested := getattr(found[-1], "strategy", None), Strategy):
+        found.append(nested)
+    return found
+
+
+def refuse_options(what: str, **options: object) -> None:
+    """Raise AlignmentError for an option that is set and that a kind of spec does not have."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise AlignmentError(f"{given[0]}: expected unset for {what}, found {options[given[0]]!r}; leave it out")
