@@ -37,9 +37,11 @@ _SAFETENSORS_TYPES = {
     "C64": torch.complex64,
 }
 
+ADAPTER_CONFIG = "adapter_config.json"
+
 # What a directory needs beside its weights: configurations, tokenizers, processors, chat templates.
 _COPIED = {".json", ".txt", ".model", ".jinja", ".spm", ".tiktoken"}
-_OF_THE_TRAINING = ("*.index.json", "trainer_state.json", "*_results.json", "adapter_config.json")
+_OF_THE_TRAINING = ("*.index.json", "trainer_state.json", "*_results.json", ADAPTER_CONFIG)
 _TEMPLATES = "additional_chat_templates"
 
 # Settings that change no function, or only that of a task head.
@@ -79,9 +81,17 @@ def weight_files(path: Path) -> list[Path]:
     if index.is_file():
         with refusing(f"{index}: expected an index of safetensors files"):
             return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise SpecError(f"{path}: expected a whole model, found an adapter; merge it into its model first")
+    if is_adapter(path):
+        raise SpecError(
+            f"{path}: expected a whole model, found an adapter; rotfed merges adapters with adapters, or merge it into "
+            "its model first (PEFT's merge_and_unload)"
+        )
     return sorted(path.glob("*.safetensors"))
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory is that of an adapter alone, without a model."""
+    return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
 
 
 def stored_parameters(path: Path) -> dict[str, Tensor]:
@@ -150,8 +160,9 @@ class Checkpoint:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a model directory. Raises RotfedError where it has no weights, no spec, or values that are not finite."""
+    files = weight_files(path)
     spec = load_spec(path)
-    stored = {name: tensor for file in weight_files(path) for name, tensor in read_tensors(file).items()}
+    stored = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     if not stored:
         raise SpecError(
             f"{path}: expected a model directory with safetensors files, found none; write one with save_pretrained"
@@ -472,8 +483,11 @@ def _loading(path: Path) -> contextlib.AbstractContextManager[None]:
 # Writing
 
 
-def check_target(out: Path, models: Sequence[Path], force: bool) -> None:
-    """Raise AlignmentError where a new model directory cannot take the place of what is at `out`."""
+def check_target(out: Path, models: Sequence[Path], force: bool, config: str = "config.json") -> None:
+    """Raise AlignmentError where a new model directory cannot take the place of what is at `out`.
+
+    `config` is the file by which a model directory that may be replaced is known.
+    """
     if any(out.resolve().is_relative_to(model.resolve()) for model in models):
         raise AlignmentError(f"{out}: expected a directory of its own, found one of the models; write elsewhere")
     if Path.cwd().is_relative_to(out.resolve()):
@@ -492,17 +506,24 @@ def check_target(out: Path, models: Sequence[Path], force: bool) -> None:
         for path in sorted(out.iterdir())
         if path.name != _TEMPLATES and (path.is_dir() or path.suffix not in {*_COPIED, ".safetensors"})
     ]
-    if inside and ("config.json" not in inside or others):
-        found = f"{others[0]} in it" if others else "no config.json in it"
+    if inside and (config not in inside or others):
+        found = f"{others[0]} in it" if others else f"no {config} in it"
         raise AlignmentError(f"{out}: expected a model directory to replace, found {found}; write elsewhere")
 
 
-def write_checkpoint(out: Path, params: Mapping[str, Tensor], like: Path) -> None:
+def write_checkpoint(
+    out: Path,
+    params: Mapping[str, Tensor],
+    like: Path,
+    weights: str = "model.safetensors",
+    texts: Mapping[str, str] | None = None,
+) -> None:
     """Write a model directory that transformers loads as it loads `like`, in one step or not at all.
 
     Parameters: `out`, the directory, which is replaced (`check_target` says where that is wrong); `params`, under the
-    names of `like`'s files; `like`, the directory from which configuration, tokenizer and processor come. Raises
-    AlignmentError where the disk does not take it.
+    names of `like`'s files; `like`, the directory from which configuration, tokenizer and processor come; `weights`,
+    the name of the file of parameters; `texts`, files to write beside it. Raises AlignmentError where the disk does
+    not take it.
     """
     out = out.resolve()
     new, old = (out.parent / f".{out.name}.{os.getpid()}.{state}" for state in ("new", "old"))
@@ -516,10 +537,12 @@ def write_checkpoint(out: Path, params: Mapping[str, Tensor], like: Path) -> Non
                 target = new / path.relative_to(like)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
-        weights = new / "model.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in params.items()}, weights, metadata={"format": "pt"})
+        for name, text in (texts or {}).items():
+            (new / name).write_text(text, encoding="utf-8")
+        file = new / weights
+        save_file({name: tensor.contiguous() for name, tensor in params.items()}, file, metadata={"format": "pt"})
         # safetensors lets only its owner read a file.
-        weights.chmod(new.stat().st_mode & 0o666)
+        file.chmod(new.stat().st_mode & 0o666)
         if out.exists():
             out.rename(old)
         new.rename(out)

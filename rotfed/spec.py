@@ -506,7 +506,8 @@ def in_layers(name: str, layers: int) -> list[str]:
 def _adapter(name: str) -> SpecError:
     return SpecError(
         f"{name}: expected a whole model, found an adapter's parameter, which would stay behind in the old frame; "
-        "merge the adapter into the model first (PEFT's merge_and_unload), or federate the adapter alone"
+        "merge the adapter into the model first (PEFT's merge_and_unload), or federate the adapter alone, with "
+        "load_adapter_spec in place of load_spec"
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def aggregate_adapters(
     method: str = "optimal",
     weights: Sequence[float] | None = None,
     anchor: Params | None = None,
-    rank: int | None = None,
+    rank: int | Literal["sum"] | None = None,
     agree: bool = False,
     over: str = "both",
     proper: bool = False,
@@ -92,7 +93,7 @@ def aggregate_adapters(
         The adapter before, whose types and frame the result has; without, the first of `adapters`. Each module has
         the highest of its ranks, the anchor's among them.
     rank
-        Another rank, for `"optimal"` only.
+        Another rank, for `"optimal"` only; `"sum"` of the adapters' is without any error.
     agree, over, proper, strength, max_sweeps
         Of rotations: whether to turn to the clients' consensus in place of the anchor itself; and as in `rotation`.
 
@@ -103,13 +104,13 @@ def aggregate_adapters(
     if method not in METHODS:
         raise AlignmentError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
     check_rotation(strength)
-    if rank is not None and (method != "optimal" or rank < 1):
-        raise AlignmentError(f"rank: expected a positive one with 'optimal' only, found {rank} with {method!r}")
+    if rank is not None and (method != "optimal" or (rank != "sum" and rank < 1)):
+        raise AlignmentError(f"rank: expected a positive one with 'optimal' only, found {rank!r} with {method!r}")
     models = list(adapters)
     shares = normalised_weights(len(models), weights)
     like = models[0] if anchor is None else anchor
     modules = _check_alike(models, like, spec)
-    targets = {module.name: rank or max(module.read(model).rank for model in (*models, like)) for module in modules}
+    targets = {module.name: _rank_of(module, models, like, rank) for module in modules}
     replies: list[dict[str, Tensor]] = [dict(model) for model in models]
     left: dict[str, Factors] = {}
     sizes: dict[str, tuple[float, float, float]] = {}
@@ -234,6 +235,12 @@ def _check_alike(models: Sequence[Params], like: Params, spec: AdapterSpec) -> l
                 )
         check_finite(model, f"adapter {number}")
     return modules
+
+
+def _rank_of(module: Module, models: Sequence[Params], like: Params, rank: int | Literal["sum"] | None) -> int:
+    if rank == "sum":
+        return sum(module.read(model).rank for model in models)
+    return rank or max(module.read(model).rank for model in (*models, like))
 
 
 def _outer(factors: Factors) -> tuple[int, int]:

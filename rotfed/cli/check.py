@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from rotfed.checkpoints import (
+    is_adapter,
     load_model,
     new_model,
     quiet_transformers,
@@ -20,6 +21,7 @@ from rotfed.checkpoints import (
     with_tied_head,
 )
 from rotfed.checks import check_spec, randomize
+from rotfed.cli.adapters import check_folder, refuse_options
 from rotfed.cli.console import open_console, refusals, refuse
 from rotfed.cli.form import stream_of_spec
 from rotfed.errors import SpecError
@@ -38,10 +40,14 @@ def check(
     Reads the configuration and the headers of the safetensors files, no weights. With --run it also runs the model
     before and after random transforms of every group, with its own weights where the directory has them, else with
     random ones. Exits with 1 and one sentence where rotfed does not support the model; for an unknown architecture it
-    also says which spec comes closest.
+    also says which spec comes closest. Of a LoRA adapter's directory it says what is in it.
     """
     console = open_console()
     with refusals():
+        if is_adapter(model):
+            refuse_options("an adapter, which has no model to run", {"run": run})
+            check_folder(console, model)
+            return
         stored = stored_parameters(model)
         try:
             spec = load_spec(model)

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
+from rotfed.adapters.folders import METHODS
 from rotfed.align import Alignment, align
 from rotfed.anchors import Step, align_all, chosen_anchor
 from rotfed.barrier import IGNORED_LABEL, Batch, Params, Score, score
@@ -28,6 +29,7 @@ from rotfed.checkpoints import (
     read_examples,
     write_checkpoint,
 )
+from rotfed.cli.adapters import all_adapters, merge_folders, refuse_options
 from rotfed.cli.console import DATA, BatchSize, Layers, Residual, notes, numbers, open_console, refusals
 from rotfed.cli.form import common_form, examples_in, print_differences
 from rotfed.errors import AlignmentError
@@ -53,6 +55,10 @@ def merge(
         int, typer.Option(min=0, help="Steps at most in which each alignment is refined, on four fifths of --data.")
     ] = 0,
     batch_size: BatchSize = 64,
+    aggregation: Annotated[
+        str, typer.Option(help=f"How to merge LoRA adapters: {', '.join(METHODS)}; optimal by default.")
+    ] = "",
+    rank: Annotated[int | None, typer.Option(min=1, help="The rank of an adapter merged by 'optimal'.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a model directory that is there.")] = False,
 ) -> None:
     """Make one model of several.
@@ -61,14 +67,23 @@ def merge(
     it as a model directory with the first one's configuration and tokenizer. Prints how far the models are from their
     mean before and after; with --data, also the losses of all models, of the plain mean and of the merged model.
     With --learn these losses are those on the fifth of the examples that nothing was learned on, and every refined
-    alignment is printed with what it cost. Exits with 1 and one sentence where the models cannot be merged.
+    alignment is printed with what it cost. Directories of LoRA adapters make one adapter, that stands for the mean of
+    their updates; --aggregation says how, and its error is printed. Exits with 1 and one sentence where the models
+    cannot be merged.
     """
     console = open_console()
     with refusals():
         if len(models) < 2:
             raise AlignmentError(f"models: expected at least two to merge, found {len(models)}")
+        shares = numbers("weights", weights, float)
+        if all_adapters(models):
+            others = {"anchor": anchor, "no-residual": not residual, "layers": layers, "data": data, "learn": learn}
+            refuse_options("adapters", others)
+            merge_folders(console, models, out, aggregation or "optimal", rank, shares, force)
+            return
+        refuse_options("whole models", {"aggregation": aggregation, "rank": rank})
         anchor = chosen_anchor(anchor or ("tree" if learn else "consensus"), LEARNED_ANCHORS if learn else ANCHORS)
-        shares = normalised_weights(len(models), numbers("weights", weights, float))
+        shares = normalised_weights(len(models), shares)
         _check_learn(learn, data, layers, shares)
         check_target(out, models, force)
         checkpoints = [read_checkpoint(model) for model in models]

@@ -1,0 +1,138 @@
+"""Directories of LoRA adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rotfed.adapters.aggregate import Aggregated, aggregate_adapters
+from rotfed.adapters.spec import AdapterSpec, Params, load_adapter_spec, plain_name
+from rotfed.checkpoints import ADAPTER_CONFIG, check_target, read_tensors, write_checkpoint
+from rotfed.errors import AlignmentError, SpecError
+
+WEIGHTS = "adapter_model.safetensors"
+
+# `exact` leaves something for the base weights, which an adapter's directory does not have.
+METHODS = ("optimal", "rotation", "mean", "stack")
+
+# What adapters of one base model may differ in: scales and ranks, which count, and what training alone reads.
+_FREE = {
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_dropout",
+    "inference_mode",
+    "peft_version",
+    "runtime_config",
+    "eva_config",
+    "auto_mapping",
+}
+# Ways to start an adapter that leave the base weights as they are.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterFolder:
+    """An adapter's directory that was read: its configuration as a spec, and its parameters under the file's names."""
+
+    path: Path
+    spec: AdapterSpec
+    params: Params
+
+
+def read_adapter(path: Path) -> AdapterFolder:
+    """Read an adapter's directory. Raises SpecError for one that holds no LoRA adapter in a safetensors file."""
+    spec = load_adapter_spec(path)
+    if not (path / WEIGHTS).is_file():
+        raise SpecError(f"{path}: expected {WEIGHTS}, found none; save the adapter with safe_serialization=True")
+    params = read_tensors(path / WEIGHTS)
+    spec.resolve(params)
+    return AdapterFolder(path, spec, params)
+
+
+def check_compatible(folders: Sequence[AdapterFolder]) -> None:
+    """Raise AlignmentError, naming the setting, for adapters whose updates do not go onto the same base weights."""
+    first = folders[0]
+    for other in folders[1:]:
+        for key in sorted((first.spec.config.keys() | other.spec.config.keys()) - _FREE):
+            one, two = (_comparable(key, folder.spec.config.get(key)) for folder in (first, other))
+            if one != two:
+                raise AlignmentError(
+                    f"{other.path}: expected {key} {one!r} as in {first.path}, found {two!r}; merge adapters of one "
+                    "base model and the same modules"
+                )
+
+
+def merge_adapters(
+    folders: Sequence[AdapterFolder], method: str, weights: Sequence[float] | None = None, rank: int | None = None
+) -> Aggregated:
+    """One adapter out of several, at the first one's scale and in the frame nearest to its own.
+
+    Parameters: `method`, one of `METHODS`, `"stack"` being the sum of ranks without any error; `weights` and `rank` as
+    in `aggregate_adapters`. Raises RotfedError for adapters that do not go together.
+    """
+    if method not in METHODS:
+        raise AlignmentError(
+            f"aggregation: expected one of {', '.join(METHODS)}, found {method!r}; 'exact' changes base weights, which "
+            "an adapter's directory does not have"
+        )
+    if rank is not None and method != "optimal":
+        raise AlignmentError(f"rank: expected unset for {method!r}, found {rank}; only 'optimal' takes one")
+    check_compatible(folders)
+    spec = folders[0].spec
+    return aggregate_adapters(
+        [_rescaled(folder, spec) for folder in folders],
+        spec,
+        "optimal" if method == "stack" else method,
+        weights,
+        folders[0].params,
+        rank="sum" if method == "stack" else rank,
+        agree=True,
+    )
+
+
+def write_adapter(out: Path, params: Params, like: AdapterFolder) -> None:
+    """Write an adapter's directory that PEFT loads, of the modules of `like` at the ranks that `params` have."""
+    ranks = {plain_name(module.name): module.read(params).rank for module in like.spec.resolve(params)}
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    config = {
+        **like.spec.config,
+        "r": usual,
+        # PEFT matches the end of a module's name by a pattern: all of it is meant.
+        "rank_pattern": {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != usual},
+    }
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    write_checkpoint(out, params, like.path, WEIGHTS, {ADAPTER_CONFIG: text})
+
+
+def check_adapter_target(out: Path, models: Sequence[Path], force: bool) -> None:
+    """As `check_target`, for adapters."""
+    check_target(out, models, force, ADAPTER_CONFIG)
+
+
+def _comparable(key: str, value: object) -> object:
+    if key == "init_lora_weights":
+        return "plain" if value in _PLAIN_STARTS else value
+    if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
+        return sorted(value)
+    # Versions of PEFT write different settings that are not in use.
+    return value or None
+
+
+def _rescaled(folder: AdapterFolder, spec: AdapterSpec) -> dict[str, Tensor]:
+    """A folder's parameters at the scale that another spec gives to their ranks."""
+    params = dict(folder.params)
+    for module in folder.spec.resolve(params):
+        rank = module.read(params).rank
+        ratio = folder.spec.scale(module, rank) / spec.scale(module, rank)
+        for name in (module.b, module.bias):
+            if name is not None and ratio != 1:
+                params[name] = params[name].to(torch.promote_types(params[name].dtype, torch.float32)) * ratio
+    return params

@@ -1,0 +1,161 @@
+"""`rotfed merge` and `rotfed check` on adapters' directories, loaded back by PEFT."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.models import EXAMPLES
+from tests.test_adapters import SHARES, answers, llama, updates
+from tests.test_cli import rotfed
+
+PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+
+
+def run(*arguments: str | Path | int) -> tuple[int, str]:
+    result = rotfed(*map(str, arguments))
+    return result.exit_code, result.output
+
+
+def write(path: Path, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> PeftModel:
+    model = get_peft_model(llama(), LoraConfig(**{**PLAIN, **changes}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(path)
+    file = path / "adapter_model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    return model
+
+
+def reconfigure(path: Path, **changes: Any) -> None:
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def mean(models: list[PeftModel], shares: list[float]) -> Mapping[str, Tensor]:
+    return {
+        n: torch.stack([s * updates(m)[n] for s, m in zip(shares, models, strict=True)]).sum(0)
+        for n in updates(models[0])
+    }
+
+
+@pytest.mark.parametrize("method", ["optimal", "rotation", "mean", "stack"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{}, {}, {}],
+        [{"r": 4}, {"r": 2, "lora_alpha": 5}, {"r": 3, "use_rslora": True}],
+        [{"rank_pattern": {"1.self_attn.v_proj": 2}, "alpha_pattern": {"q_proj": 3}}, {}, {}],
+        [{"use_dora": True, "modules_to_save": ["lm_head"]}] * 3,
+    ],
+    ids=["alike", "ranks and scales", "patterns", "dora and a head"],
+)
+def test_merged_adapters_load_in_peft_and_are_the_mean_as_the_error_says(
+    method: str, changes: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    models = [write(tmp_path / str(seed), seed, **change) for seed, change in enumerate(changes)]
+    folders, out = [tmp_path / str(seed) for seed in range(3)], tmp_path / "out"
+    code, output = run("merge", *folders, "-o", out, "--aggregation", method, "--weights", "0.5,0.3,0.2")
+    assert code == 0, output
+    merged = PeftModel.from_pretrained(llama(), str(out))
+    target = mean(models, SHARES)
+    errors = torch.stack([(update - target[name]).norm() for name, update in updates(merged).items()])
+    error = float(errors.norm() / torch.stack([t.norm() for t in target.values()]).norm())
+    (printed,) = re.findall(r"aggregation error (\S+) \(", output)
+    assert error == pytest.approx(float(printed), rel=1e-2, abs=1e-5)
+    assert (error < 1e-5) == (method == "stack")
+    expected = answers(merged.eval())
+    torch.testing.assert_close(answers(merged.merge_and_unload()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_of_its_own_is_the_best_of_that_rank(tmp_path: Path) -> None:
+    models = [write(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    for rank in (2, 6):
+        code, output = run("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / str(rank), "--rank", rank)
+        assert code == 0, output
+        merged = PeftModel.from_pretrained(llama(), str(tmp_path / str(rank)))
+        assert merged.peft_config["default"].r == rank
+        for name, target in mean(models, [0.5, 0.5]).items():
+            best = torch.linalg.svdvals(target)[rank:].norm()
+            torch.testing.assert_close((updates(merged)[name] - target).norm(), best, rtol=1e-3, atol=1e-5)
+
+
+def test_types_and_tokenizer_are_the_first_ones(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        write(tmp_path / name, seed, torch.bfloat16)
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    code, output = run("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out")
+    assert code == 0, output
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "adapter_model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    ]
+    assert run("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out")[0] == 1
+    assert run("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out", "--force")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"base_model_name_or_path": "another"}, [], "expected base_model_name_or_path .* found 'another'"),
+        ({"target_modules": ["q_proj"]}, [], r"expected target_modules \['q_proj', 'v_proj'\]"),
+        ({"init_lora_weights": "pissa"}, [], "expected init_lora_weights 'plain'"),
+        ({"peft_type": "LOHA"}, [], "peft_type: expected 'LORA', found 'LOHA'"),
+        ({}, ["--aggregation", "exact"], "aggregation: expected one of optimal, rotation, mean, stack"),
+        ({}, ["--aggregation", "mean", "--rank", "2"], "rank: expected unset for 'mean'"),
+        ({}, ["--anchor", "medoid"], "--anchor: expected none for adapters"),
+        ({}, ["--learn", "3"], "--learn: expected none for adapters"),
+        ({}, ["--no-residual"], "--no-residual: expected none for adapters"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(
+    changes: dict[str, Any], options: list[str], message: str, tmp_path: Path
+) -> None:
+    for seed, name in enumerate("ab"):
+        write(tmp_path / name, seed)
+    reconfigure(tmp_path / "b", **changes)
+    code, output = run("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out", *options)
+    assert code == 1 and re.search(message, output), output
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_and_whole_models_do_not_mix(tmp_path: Path) -> None:
+    write(tmp_path / "a", 0)
+    EXAMPLES["vit"].model().save_pretrained(tmp_path / "whole")
+    for order in (("a", "whole"), ("whole", "a")):
+        code, output = run("merge", *(tmp_path / name for name in order), "-o", tmp_path / "out")
+        assert code == 1 and "a: expected a whole model as" in output.replace(str(tmp_path) + "/", ""), output
+    code, output = run("merge", tmp_path / "whole", tmp_path / "whole", "-o", tmp_path / "out", "--rank", 2)
+    assert code == 1 and "--rank: expected none for whole models" in output
+    code, output = run("barrier", tmp_path / "a", tmp_path / "a", "--data", tmp_path, "-o", tmp_path / "out")
+    assert code == 1 and "rotfed merges adapters with adapters" in output
+
+
+def test_check_says_what_an_adapter_holds(tmp_path: Path) -> None:
+    write(tmp_path / "a", 0, use_rslora=True, modules_to_save=["lm_head"], rank_pattern={"q_proj": 2})
+    code, output = run("check", tmp_path / "a")
+    assert code == 0, output
+    assert "rsLoRA adapter of" in output and "4 modules, rank 2 (2), 4 (2), scale 4, 5.657" in output
+    assert "averaged as they are: base_model.model.lm_head.weight" in output
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    code, output = run("check", tmp_path / "a")
+    assert code == 1 and "expected adapter_model.safetensors, found none" in output
+    reconfigure(tmp_path / "a", peft_type="PREFIX_TUNING")
+    code, output = run("check", tmp_path / "a")
+    assert code == 1 and "peft_type: expected 'LORA', found 'PREFIX_TUNING'" in output
+    code, output = run("check", "--run", tmp_path / "a")
+    assert code == 1 and "--run: expected none for an adapter" in output
