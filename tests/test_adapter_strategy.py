@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import rotfed
 from rotfed.errors import AlignmentError
-from rotfed.flower import AlignedStrategy, RotFedAvg, to_record, to_state_dict
+from rotfed.flower import AlignedStrategy, RotFedAvg, align_mod, to_record, to_state_dict
 from rotfed.flower.reports import AdapterReport
 from simulations.grid import InProcessGrid
 from tests.test_flower import STOCK, reply_to
@@ -343,3 +343,30 @@ def test_settings_are_logged_and_the_config_is_left_alone(caplog: pytest.LogCapt
     strategy.rounds.begin(1, start(4), config)
     assert not config
     assert isinstance(to_record(strategy.residual), ArrayRecord) and not strategy.residual
+
+
+def test_the_mod_turns_on_the_client_what_leaves_it() -> None:
+    params = start(4)
+
+    def turned(partition: int, _: dict[str, Tensor]) -> dict[str, Tensor]:
+        R = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(partition)))[0]
+        return {n: t @ R if "lora_B" in n else R.mT @ t if "lora_A" in n else t for n, t in params.items()}
+
+    clients = Clients([4, 4, 4], answer=turned)
+    clients.app = ClientApp(mods=[align_mod(SPEC)])
+    clients.app.train()(clients._train)
+    for name, tensor in clients.run(FedAvg(), params).items():
+        torch.testing.assert_close(tensor, params[name], atol=1e-5, rtol=1e-5)
+    with pytest.raises(AlignmentError, match="layers: expected unset for an adapter"):
+        align_mod(SPEC, layers=[0])
+
+
+def test_a_run_goes_on_from_the_residual_of_another() -> None:
+    clients = Clients([2, 2], change=0.3)
+    strategy = RotFedAvg(SPEC, aggregation="exact")
+    params = clients.run(strategy, start(2))
+    again = RotFedAvg(SPEC, aggregation="exact")
+    again.residual = strategy.residual
+    clients.run(again, params)
+    for name, tensor in clients.residuals[-2].items():
+        torch.testing.assert_close(tensor, strategy.residual[name])

@@ -172,6 +172,35 @@ def test_what_is_merged_and_unloaded_answers_as_the_adapter_does(case: str, meth
     torch.testing.assert_close(answers(copy.deepcopy(model).merge_and_unload()), expected, rtol=1e-6, atol=1e-6)
 
 
+def trained(seed: int, rank: int = 4, steps: int = 15) -> PeftModel:
+    """An adapter that learned something: to go on from a token to one of this client's own."""
+    torch.manual_seed(0)
+    model = get_peft_model(llama(), LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=2e-2)
+    tokens = torch.randint(40, (16, 12), generator=torch.Generator().manual_seed(seed))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=(tokens + seed) % 40).loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_of_trained_adapters_optimal_is_nearest_and_starts_the_next_round_where_the_last_one_did() -> None:
+    start = trained(1, steps=0)
+    clients = [trained(seed) for seed in (1, 2, 3)]
+    spec, before = load_adapter_spec(start), state(start)
+    found = {m: aggregate_adapters([state(c) for c in clients], spec, m, SHARES, before) for m in METHODS}
+    for name, best in found["optimal"].errors.items():
+        for method in ("mean", "rotation"):
+            assert best <= found[method].errors[name] + 1e-9
+        assert best > 0.01
+    assert found["optimal"].error < 0.9 * found["mean"].error
+    for name, tensor in before.items():
+        if "lora_A" in name:
+            moved = [float((params[name] - tensor).norm()) for params in (state(clients[0]), found["optimal"].params)]
+            assert moved[1] < 1.5 * moved[0]
+
+
 def test_everything_that_is_no_factor_is_averaged_plainly() -> None:
     for case, words in {
         "dora": ("magnitude",),

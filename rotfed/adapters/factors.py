@@ -22,6 +22,9 @@ OVER = ("both", "A", "B")
 # Singular values below this share of the largest are what rounding leaves in float64.
 _NOTHING = 1e-11
 
+# How far G^-1 G may be from the identity in a change of frame.
+_INVERSE = 1e-9
+
 
 class Factors(NamedTuple):
     """An update `B @ A`: `B` of shape `(..., out, rank)`, `A` of shape `(..., rank, in)`."""
@@ -218,10 +221,9 @@ def consensus(
 
     Starts from `anchor` and stops where the mean has settled to 1e-6 of its size, or after `sweeps`. Float64.
     """
-    agreed = anchor.double()
+    agreed, stack = anchor.double(), Stack.of(clients, shares)
     for _ in range(sweeps):
         turns = [rotation(client, agreed, over) for client in clients]
-        stack = Stack.of(clients, shares)
         last, agreed = agreed, stack.factors(stack.mean(turns))
         moved = (agreed.B - last.B).square().sum() + (agreed.A - last.A).square().sum()
         if moved <= 1e-12 * (agreed.B.square().sum() + agreed.A.square().sum()):
@@ -255,7 +257,9 @@ def nearest_frame(factors: Factors, anchor: Factors | None, steps: int = 8) -> F
         found = ((G.mT @ P @ G).diagonal(dim1=-2, dim2=-1).sum(-1) - 2 * (G * X).sum((-2, -1)) + base) + (
             (H @ Q @ H.mT).diagonal(dim1=-2, dim2=-1).sum(-1) - 2 * (H.mT * Y).sum((-2, -1))
         )
-        return torch.where(found.isfinite(), found, torch.inf)
+        # An inverse that lost its digits would be another update.
+        inverse = (G @ H - identity).abs().amax((-2, -1)) < _INVERSE
+        return torch.where(inverse & found.isfinite(), found, torch.inf)
 
     def better(new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
         falls = distance2(*new) < distance2(*old)

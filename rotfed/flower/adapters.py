@@ -210,9 +210,3 @@ def chain(strategy: Strategy) -> list[Strategy]:
     while isinstance(nested := getattr(found[-1], "strategy", None), Strategy):
         found.append(nested)
     return found
-
-
-def refuse_options(what: str, **options: object) -> None:
-    """Raise AlignmentError for an option that is set and that a kind of spec does not have."""
-    if given := [name for name, value in options.items() if value is not None]:
-        raise AlignmentError(f"{given[0]}: expected unset for {what}, found {options[given[0]]!r}; leave it out")

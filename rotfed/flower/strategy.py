@@ -21,8 +21,9 @@ from torch import Tensor
 
 from rotfed.adapters import AdapterSpec
 from rotfed.errors import AlignmentError, RecordError
-from rotfed.flower.adapters import RESIDUAL_KEY, AdapterRounds, chain, refuse_options
+from rotfed.flower.adapters import RESIDUAL_KEY, AdapterRounds, chain
 from rotfed.flower.models import ModelRounds
+from rotfed.flower.mods import refuse_options
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import match_params, record_key, sort_replies, widened
 from rotfed.flower.reports import AdapterReport, RoundReport
@@ -131,6 +132,11 @@ class AlignedStrategy(Strategy):
     def residual(self) -> dict[str, Tensor]:
         """What all rounds so far left for the base weights, for `rotfed.add_residual`; empty of most methods."""
         return dict(self.rounds.residual)
+
+    @residual.setter
+    def residual(self, left: Mapping[str, Tensor]) -> None:
+        """Go on from the residual of an earlier run, with the adapter that it belongs to."""
+        self.rounds.residual = dict(left)
 
     def summary(self) -> None:
         """Log the alignment's settings, then the inner strategy's."""
