@@ -13,6 +13,7 @@ from rotfed.examples import examples
 from rotfed.flower import RotFedAvg
 from rotfed.library import parse_spec_file, spec_files, supported_model_types
 from simulations.architectures import FOLDER, measure, page
+from simulations.grid import InProcessGrid
 from simulations.merging.page import page as merging_page
 
 RESULTS = json.loads((FOLDER / "architectures.json").read_text())
@@ -89,3 +90,14 @@ def test_the_file_of_the_page_on_new_architectures_parses_and_is_what_rotfed_shi
     (block,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     shown = parse_spec_file(block, "page.toml")
     assert "layers.{layer}.self_attn.q_proj.weight" in shown["params"]
+
+
+def test_the_page_on_adapters_runs_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples()["llama"].model("LlamaForCausalLM").save_pretrained("my-llama")
+    pasted: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (FOLDER / "lora.md").read_text(), re.DOTALL):
+        exec(block, pasted)
+    pasted["main"](InProcessGrid(pasted["client"], 3), None)
+    last = pasted["strategy"].reports[-1]
+    assert len(pasted["strategy"].reports) == 3 and set(last.ranks.values()) == {4} and not last.refused
