@@ -1,4 +1,4 @@
-"""What aggregating adapters costs: milliseconds a module on one core.
+"""What aggregating adapters costs, in milliseconds a module on one core, and where the best factors are put.
 
     python -m simulations.adapters --size 4096 --rank 16 --clients 10
 
@@ -59,6 +59,20 @@ def measure(size: int, rank: int, count: int, repeats: int) -> dict[str, float]:
     return {name: milliseconds(run, repeats) for name, run in runs.items()}
 
 
+def moved(size: int, rank: int, count: int) -> dict[str, float]:
+    """How far A is from where the round began, relative to its size, by the frame of the best factors."""
+    clients, anchor = clients_of(size, rank, count)
+    shares = [1 / count] * count
+    even = optimal(clients, shares)
+    turn = rotation(even, anchor)
+    frames = {
+        "nearest frame": optimal(clients, shares, anchor=anchor),
+        "even split, nearest rotation": even.turned(turn, turn.mT),
+        "mean of factors": factor_mean(clients, shares),
+    }
+    return {name: float((frame.A - anchor.A).norm() / anchor.A.norm()) for name, frame in frames.items()}
+
+
 def main() -> None:
     """Print the costs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,6 +85,9 @@ def main() -> None:
     print(f"{options.size} x {options.size}, rank {options.rank}, {options.clients} clients, float32, one core:")
     for name, cost in measure(options.size, options.rank, options.clients, options.repeats).items():
         print(f"  {name}: {cost:.1f} ms")
+    print("A after the round, from where it began:")
+    for name, share in moved(options.size, options.rank, options.clients).items():
+        print(f"  {name}: {share:.1%}")
 
 
 if __name__ == "__main__":

@@ -180,6 +180,15 @@ def test_nothing_is_lost_over_rounds_with_a_residual(aggregation: str) -> None:
             before[name] = moved
 
 
+@pytest.mark.parametrize("aggregation", rotfed.adapters.METHODS)
+def test_a_round_in_which_nothing_was_learned_changes_nothing(aggregation: str) -> None:
+    clients, params = Clients([4, 2], change=0.0), get_peft_model_state_dict(adapted(4))
+    strategy = RotFedAvg(SPEC, aggregation=aggregation)
+    for name, tensor in clients.run(strategy, params, rounds=2).items():
+        torch.testing.assert_close(tensor, params[name], atol=1e-6, rtol=1e-6)
+    assert not strategy.residual
+
+
 @pytest.mark.parametrize("name", STOCK)
 def test_turned_copies_average_back_under_every_stock_strategy(name: str) -> None:
     params = start(4)

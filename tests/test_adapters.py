@@ -242,6 +242,17 @@ def test_ranks_and_scales_may_differ_between_clients() -> None:
         del CASES["ranks"]
 
 
+def test_clients_of_lower_ranks_do_not_shrink_what_the_anchor_has_beyond_them() -> None:
+    before = state(adapted("plain", 8))
+    untrained = {name: 0 * tensor if "lora_B" in name else tensor for name, tensor in before.items()}
+    spec = load_adapter_spec(adapted("plain", 8))
+    clients = [fit_adapter(untrained, state(adapted("plain", rank)), spec) for rank in (2, 4)]
+    for method in METHODS:
+        found = aggregate_adapters(clients, spec, method, anchor=untrained)
+        for name, tensor in found.params.items():
+            torch.testing.assert_close(tensor, untrained[name])
+
+
 def test_an_alpha_that_goes_with_the_rank_is_said() -> None:
     small, large = adapted("plain", 2), adapted("plain", 4)
     spec = load_adapter_spec(large, alphas={2: 4})
@@ -343,6 +354,19 @@ def test_a_residual_is_added_once_and_never_to_what_it_would_break() -> None:
         add_residual(adapted("mixed"), {n.replace("model.embed_tokens", "embed"): t for n, t in one.items()})
     with pytest.raises(AlignmentError, match="no such module"):
         add_residual(adapted("plain"), {n.replace("embed", "other"): t for n, t in one.items()})
+
+
+def test_what_float32_rounds_away_is_no_component_of_a_residual() -> None:
+    clients = [state(adapted("plain", 2, seed, torch.float32)) for seed in range(3)]
+    found = aggregate_adapters(clients, load_adapter_spec(adapted("plain", 2)), "exact", SHARES)
+    assert {factors.rank for factors in found.residual.values()} == {4}
+    half = aggregate_adapters(
+        [{n: t.bfloat16() for n, t in c.items()} for c in clients],
+        load_adapter_spec(adapted("plain", 2)),
+        "exact",
+        SHARES,
+    )
+    assert min(factors.rank for factors in half.residual.values()) > 4 and half.error < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,14 @@ from rotfed.adapters.spec import AdapterSpec, Module, Params
 from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError
 from rotfed.mergers import mean_tensor, normalised_weights, restore_type
+from rotfed.transform import to_work
 
 METHODS = ("mean", "rotation", "optimal", "exact", "exact-mean", "stack")
 # Those that leave something for the base weights.
 RESIDUAL = ("exact", "exact-mean", "stack")
+
+# Residuals travel in float32: what that rounds away of an update is no component of its own.
+_FLOAT32 = torch.finfo(torch.float32).eps / 2
 
 # So many float64 numbers of stacked factors are worked on at once (256 MB).
 _AT_ONCE = 2**25
@@ -118,7 +122,10 @@ def aggregate_adapters(
         target = targets[group[0].name]
         scales = [spec.scale(module, target) for module in group]
         clients = [_batch(group, model, spec, scales) for model in models]
-        frame = _batch(group, like, spec, scales).leading(target)
+        frame = _batch(group, like, spec, scales)
+        frame = frame.leading(max(each.rank for each in (frame, *clients)))
+        clients = [client.padded(frame) for client in clients]
+        frame = frame.leading(target)
         stack = Stack.of(clients, shares)
         plain = stack.mean()
         made = plain
@@ -146,16 +153,17 @@ def aggregate_adapters(
                 # From what will be sent, so that its rounding is made good, too.
                 sent = module.read({name: tensor.to(like[name].dtype) for name, tensor in written[0].items()})
                 own = [client.at(index) for client in clients]
-                rest = residual(own, shares, sent)
+                rest = residual(own, shares, sent, _FLOAT32 * norm)
                 whole = Factors(torch.cat([sent.B, rest.B], -1), torch.cat([sent.A, rest.A], -2))
                 error = float(aggregation_error(whole, own, shares)[0])
-                left[module.name] = Factors(scale * rest.B, rest.A)
+                if rest.rank:
+                    left[module.name] = Factors(scale * rest.B, rest.A)
             sizes[module.name] = (scale * error, scale * mean_error, scale * norm)
     for module in modules:
         if module.bias is not None:
             for reply, model in zip(replies, models, strict=True):
                 ratio = spec.scale(module, module.read(model).rank) / spec.scale(module, targets[module.name])
-                reply[module.bias] = _wide(model[module.bias].double() * ratio, model[module.bias])
+                reply[module.bias] = _wide(to_work(model[module.bias]) * ratio, model[module.bias])
     return Aggregated(
         tuple(replies),
         tuple(shares),
@@ -203,12 +211,12 @@ def _refit(params: Params, spec: AdapterSpec, ours: Mapping[str, Factors]) -> di
         if own.rank == factors.rank:
             continue
         ratio = spec.scale(module, factors.rank) / spec.scale(module, own.rank)
-        scaled = Factors(factors.B.double() * ratio, factors.A)
-        frame = scaled.leading(own.rank) if own.rank < factors.rank else own
+        scaled = Factors(to_work(factors.B) * ratio, to_work(factors.A))
+        frame = scaled.leading(own.rank) if own.rank < factors.rank else Factors(*map(to_work, own))
         for name, tensor in module.write(optimal([scaled], [1.0], own.rank, frame), params).items():
             fitted[name] = tensor.to(params[name].dtype)
         if module.bias is not None:
-            fitted[module.bias] = (params[module.bias].double() * ratio).to(params[module.bias].dtype)
+            fitted[module.bias] = (to_work(params[module.bias]) * ratio).to(params[module.bias].dtype)
     return fitted
 
 
@@ -266,8 +274,8 @@ def _batch(group: Sequence[Module], params: Params, spec: AdapterSpec, scales: S
     read = [module.read(params) for module in group]
     ratios = [spec.scale(module, f.rank) / scale for module, f, scale in zip(group, read, scales, strict=True)]
     return Factors(
-        torch.stack([f.B.detach().double() * ratio for f, ratio in zip(read, ratios, strict=True)]),
-        torch.stack([f.A.detach().double() for f in read]),
+        torch.stack([to_work(f.B) * ratio for f, ratio in zip(read, ratios, strict=True)]),
+        torch.stack([to_work(f.A) for f in read]),
     )
 
 

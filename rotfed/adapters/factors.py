@@ -45,6 +45,14 @@ class Factors(NamedTuple):
             torch.nn.functional.pad(self.A[..., :rank, :], (0, 0, 0, missing)),
         )
 
+    def padded(self, anchor: "Factors") -> "Factors":
+        """The same update at the anchor's rank, where that is higher: with the anchor's A, and zeros in B.
+
+        With zeros in A, too, a mean of factors would shrink what other clients have there.
+        """
+        wider = self.leading(max(self.rank, anchor.rank))
+        return Factors(wider.B, torch.cat([self.A, anchor.A[..., self.rank :, :].to(self.A.dtype)], dim=-2))
+
     def turned(self, element: Tensor, inverse: Tensor) -> "Factors":
         """The same update in another frame, `(B G, G^-1 A)`."""
         return Factors(self.B @ element, inverse @ self.A)
@@ -166,15 +174,18 @@ def stacked(clients: Sequence[Factors], shares: Sequence[float]) -> Factors:
     return Factors(stack.B * stack.shares, stack.A)
 
 
-def residual(clients: Sequence[Factors], shares: Sequence[float], result: Factors | None = None) -> Factors:
+def residual(
+    clients: Sequence[Factors], shares: Sequence[float], result: Factors | None = None, smallest: float = 0.0
+) -> Factors:
     """What the mean of products has beyond `result` (FedEx-LoRA, arXiv 2410.09432), at the lowest rank that holds it.
 
-    Without a result it is the mean of products. Returns float64 factors for one module each (no leading dimensions).
+    Without a result it is the mean of products. Components of a singular value up to `smallest` are left out. Returns
+    float64 factors, for one module each (no leading dimensions).
     """
     stack = Stack.of([*clients, *([result] if result else [])], [*shares, *([-1.0] if result else [])])
     whole = stack.factors(stack.best(sum(stack.ranks)))
-    there = int((whole.A.square().sum(-1) > 0).sum())
-    return whole.leading(there)
+    # The split is even: a row's square is its singular value.
+    return whole.leading(int((whole.A.square().sum(-1) > smallest).sum()))
 
 
 def aggregation_error(result: Factors, clients: Sequence[Factors], shares: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -129,12 +129,13 @@ class AdapterRounds:
     def read(self, entry: Usable) -> dict[str, Tensor]:
         """A reply's adapter at the server's ranks and scales. Raises RotfedError to refuse it."""
         found = dict(entry.params)
-        common = {module.name: module.read(self._broadcast).rank for module in self.spec.resolve(self._broadcast)}
+        common = {module.name: module.read(self._broadcast) for module in self.spec.resolve(self._broadcast)}
         ranks: dict[str, int] = {}
         for module in self.spec.resolve(found):
             if module.name not in common:
                 continue
-            highest, factors = common[module.name], module.read(found)
+            sent, factors = common[module.name], module.read(found)
+            highest = sent.rank
             ranks[module.name] = factors.rank
             frozen = self._frozen(module)
             if factors.rank > highest or (frozen and factors.rank < highest):
@@ -142,16 +143,16 @@ class AdapterRounds:
                     f"{module.a}: expected rank {highest}{'' if frozen else ' or less'}, found {factors.rank}; "
                     + ("frozen factors have one rank" if frozen else "start from an adapter of the highest rank")
                 )
-            if (sent := self._broadcast.get(frozen)) is not None:
-                if sent.shape != found[frozen].shape or not sent.to(found[frozen].dtype).equal(found[frozen]):
+            if (kept := self._broadcast.get(frozen)) is not None:
+                if kept.shape != found[frozen].shape or not kept.to(found[frozen].dtype).equal(found[frozen]):
                     raise RecordError(
                         f"{frozen}: expected as it was sent, found changed; train the other factor only in this round "
                         f"(rotfed.train_factors(model, {self._trained!r}))"
                     )
-                found[frozen] = sent
+                found[frozen] = kept
             if factors.rank < highest:
                 ratio = self.spec.scale(module, factors.rank) / self.spec.scale(module, highest)
-                padded = Factors(factors.B.double() * ratio, factors.A).leading(highest)
+                padded = Factors(factors.B.double() * ratio, factors.A).padded(sent)
                 found.update(module.write(padded, found))
                 if module.bias is not None:
                     found[module.bias] = found[module.bias].double() * ratio
