@@ -398,6 +398,7 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
         (changed(m__lora_B__weight=None), "m.lora_A.weight: expected lora_B beside it"),
         (changed(m__lora_A__weight=None), "m.lora_B.weight: expected lora_A beside it"),
         (changed(m__lora_B__weight=torch.ones(6, 3)), r"m.lora_B.weight: expected 2 columns.*grouped"),
+        (changed(m__lora_A__bias=torch.ones(2)), "m.lora_A.bias: expected a parameter of a LoRA adapter"),
         (changed(m__lora_E=torch.ones(2, 1)), "m.lora_E: expected a parameter of a LoRA adapter"),
         (changed(m__hada_w1_a=torch.ones(2, 1)), "m.hada_w1_a: expected a parameter of a LoRA adapter"),
         (changed(m__ia3_l=torch.ones(2, 1)), "m.ia3_l"),

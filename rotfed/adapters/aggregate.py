@@ -127,19 +127,18 @@ def aggregate_adapters(
         clients = [client.padded(frame) for client in clients]
         frame = frame.leading(target)
         stack = Stack.of(clients, shares)
-        plain = stack.mean()
-        made = plain
+        made, plain = stack.mean(), stack.mean()
         if method == "rotation":
             goal = consensus(clients, shares, frame, over, max_sweeps) if agree else frame
             turns = [rotation(client, goal, over, proper, strength) for client in clients]
-            found = [client.leading(target).turned(turn, turn.mT) for client, turn in zip(clients, turns, strict=True)]
+            found = [client.turned(turn, turn.mT) for client, turn in zip(clients, turns, strict=True)]
             made = stack.mean(turns)
         elif method == "mean":
-            found = [client.leading(target) for client in clients]
+            found = clients
         elif method == "stack":
             found = [frame]
         elif method == "exact-mean":
-            found = [stack.factors(plain).leading(target)]
+            found = [stack.factors(plain)]
         else:
             made = stack.best(target)
             found = [nearest_frame(stack.factors(made).leading(target), frame)]
@@ -164,6 +163,7 @@ def aggregate_adapters(
             for reply, model in zip(replies, models, strict=True):
                 ratio = spec.scale(module, module.read(model).rank) / spec.scale(module, targets[module.name])
                 reply[module.bias] = _wide(to_work(model[module.bias]) * ratio, model[module.bias])
+    sizes = {module.name: sizes[module.name] for module in modules}
     return Aggregated(
         tuple(replies),
         tuple(shares),

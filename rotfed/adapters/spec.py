@@ -106,7 +106,7 @@ class AdapterSpec:
         adapters: dict[str, str] = {}
         for name, tensor in params.items():
             match = _FACTOR.fullmatch(name)
-            if match is None:
+            if match is None or (match["kind"], match["part"]) == ("lora_A", "bias"):
                 if not _MAGNITUDE.fullmatch(name) and _FOREIGN.search(name):
                     raise SpecError(
                         f"{name}: expected a parameter of a LoRA adapter, found one of another method, or of a variant "
