@@ -52,8 +52,8 @@ class RoundReport:
     def line(self) -> str:
         """The round in one line."""
         return (
-            f"aligned {', '.join(self.groups) or 'nothing'} of {len(self.clients)} replies in {self.seconds:.2f} s, gain "
-            f"over noise {self.gain:.2f}, mean distance {self.distance_before:.4g} -> {self.distance_after:.4g}"
+            f"aligned {', '.join(self.groups) or 'nothing'} of {len(self.clients)} replies in {self.seconds:.2f} s, "
+            f"gain over noise {self.gain:.2f}, mean distance {self.distance_before:.4g} -> {self.distance_after:.4g}"
         )
 
     def metrics(self) -> dict[str, float]:
