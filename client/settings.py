@@ -18,6 +18,7 @@ STRATEGIES = ("fedavg", "fedprox", "fedadam")
 ANCHORS = ("global", "medoid", "consensus", "generalized_procrustes")
 PARTITIONS = ("iid", "dirichlet", "natural")
 STARTS = ("same", "different", "parties")
+CARRIES = ("auto", "plain", "aligned")
 LEARNED = ("none", "own", "together")
 BUILT_IN_MODELS = {"image": "vit-small", "text": "bert-small", "language": "llama-small"}
 """One a task."""
@@ -36,7 +37,7 @@ class Settings:
     num_server_rounds, strategy, proximal_mu, server_learning_rate
         Rounds, and Flower's strategy that aggregates them; `proximal_mu` is FedProx's, `server_learning_rate` is
         FedAdam's.
-    align, anchor, groups, layers, proper, strength, min_gain, residual
+    align, anchor, groups, layers, proper, strength, min_gain, carry, residual
         Whether replies are aligned first, and how (see `rotfed.flower.AlignedStrategy`): `groups` and `layers` are None
         for all of them; `residual` rotates the residual stream, too.
     task, dataset, train_examples, input_column, label_column, model, max_length
@@ -76,6 +77,7 @@ class Settings:
     proper: bool
     strength: float
     min_gain: float
+    carry: str
     residual: bool
     task: str
     dataset: str
@@ -186,6 +188,7 @@ def _parsers() -> dict[str, _Parser]:
         "proper": _boolean,
         "strength": _number(0.0, 1.0, open_low=True),
         "min-gain": _number(0.0),
+        "carry": _choice(CARRIES),
         "residual": _boolean,
         "task": _choice(tuple(BUILT_IN_MODELS)),
         "dataset": _text,

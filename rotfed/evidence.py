@@ -9,7 +9,7 @@ group moves a model. Training moves a model less than noise would in these direc
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,16 +31,30 @@ Measured over small ViTs: 0.4 to 0.75 in rounds in which alignment changes nothi
 """
 
 
+class Gain(NamedTuple):
+    """The share of the squared distance that alignment took away, and how many times the share of noise that is."""
+
+    share: float
+    over_noise: float
+
+    @property
+    def far(self) -> bool:
+        """Whether models are so far apart that their plain mean is none of what they have in common."""
+        return self.over_noise == math.inf or self.share > 0.5
+
+
 @dataclass(frozen=True)
 class Aligned:
     """Models in one frame where their frames differed, as they were elsewhere.
 
-    `alignments`, one a model; `groups`, those in which some model was moved; `gain`, the largest gain over noise found.
+    `alignments`, one a model; `groups`, those in which some model was moved; `gain`, the largest gain over noise found;
+    `far`, whether some models lay in frames of their own, rather than a little apart.
     """
 
     alignments: list[Alignment]
-    groups: tuple[str, ...]
-    gain: float
+    groups: tuple[str, ...] = ()
+    gain: float = 0.0
+    far: bool = False
 
 
 def align_where_frames_differ(
@@ -64,15 +78,18 @@ def align_where_frames_differ(
             align_where_frames_differ([model], spec, anchor, [1.0], reference, min_gain, **options) for model in models
         ]
         groups = tuple(name for name in spec.groups if any(name in one.groups for one in each))
-        return Aligned([one.alignments[0] for one in each], groups, max(one.gain for one in each))
+        far, gain = any(one.far for one in each), max(one.gain for one in each)
+        return Aligned([one.alignments[0] for one in each], groups, gain, far)
     centre = reference if anchor == "global" else Anchor(weighted_mean(models, weights), spec)
     tried = [align(model, centre, spec, **{**options, "strength": 1.0, "max_sweeps": 1}) for model in models]
     gains = gains_over_noise(models, tried, centre, weights, options["groups"], options["layers"])
-    groups = tuple(name for component, gain in gains.items() if gain > min_gain or not min_gain for name in component)
-    gain = max(gains.values(), default=0.0)
-    if not groups:
-        return Aligned([_unmoved(model, centre, spec) for model in models], groups, gain)
-    return Aligned(align_all(models, spec, anchor, weights, reference, **{**options, "groups": groups}), groups, gain)
+    kept = {component: gain for component, gain in gains.items() if gain.over_noise > min_gain or not min_gain}
+    largest = max((gain.over_noise for gain in gains.values()), default=0.0)
+    if not kept:
+        return Aligned([_unmoved(model, centre, spec) for model in models], gain=largest)
+    groups = tuple(name for component in kept for name in component)
+    aligned = align_all(models, spec, anchor, weights, reference, **{**options, "groups": groups})
+    return Aligned(aligned, groups, largest, any(gain.far for gain in kept.values()))
 
 
 def check_min_gain(min_gain: float) -> float:
@@ -96,22 +113,25 @@ def gains_over_noise(
     weights: Sequence[float],
     groups: Iterable[str],
     layers: Iterable[int],
-) -> dict[Component, float]:
-    """How many times as much of the models' squared distance from the anchor alignment took away as it would of noise.
+) -> dict[Component, Gain]:
+    """What alignment took away of the models' squared distance from the anchor, also in units of what it does of noise.
 
     Parameters: `aligned`, the alignments of `models` to `anchor` over `groups` and `layers`; `weights`, the models'
-    shares. Returns one number for each set of coupled groups (see `SymmetrySpec.components`): about 1 or less where
-    only noise was turned. It is the number of the part that gains most (queries and keys, values and outputs), over all
-    layers together; infinity where units have changed places or signs, which noise does not bring about.
+    shares. Returns one gain for each set of coupled groups (see `SymmetrySpec.components`): about 1 times noise or less
+    where only noise was turned. It is that of the part that gains most (queries and keys, values and outputs), over all
+    layers together; infinitely more where units have changed places or signs, which noise does not bring about.
     """
     spec, numbers = anchor.spec, set(layers)
     discrete = {name for name, group in spec.groups.items() if group.kind.dimension(group.size) == 0}
     moved = {name for name in discrete if any(_moves(alignment, name) for alignment in aligned)}
     gains = {}
     for component in spec.components(groups):
+        if moved & set(component):
+            gains[component] = Gain(_gain(models, aligned, anchor, weights, component, numbers).share, math.inf)
+            continue
         parts = spec.components(set(component) - discrete)
         found = [_gain(models, aligned, anchor, weights, part, numbers) for part in parts]
-        gains[component] = math.inf if moved & set(component) else max(found, default=0.0)
+        gains[component] = max(found, key=lambda gain: gain.over_noise, default=Gain(0.0, 0.0))
     return gains
 
 
@@ -122,8 +142,8 @@ def _gain(
     weights: Sequence[float],
     part: Collection[str],
     layers: Collection[int],
-) -> float:
-    """The share of the squared distance that groups took away, over the share that they take of noise."""
+) -> Gain:
+    """What some groups took away, in all layers together."""
     before = after = 0.0
     numbers, dimensions = 0, {}
     for block, target in zip(anchor.resolution.blocks, anchor.blocks, strict=True):
@@ -137,7 +157,10 @@ def _gain(
         for model, alignment, weight in zip(models, aligned, weights, strict=True):
             before += weight * float((to_work(block.read(model)) - target).square().sum())
             after += weight * float((to_work(block.read(alignment.params)) - target).square().sum())
-    return (1 - after / before) * numbers / sum(dimensions.values()) if before > 0 else 0.0
+    if not before > 0:
+        return Gain(0.0, 0.0)
+    share, dimension = 1 - after / before, sum(dimensions.values())
+    return Gain(share, share * numbers / dimension if dimension else 0.0)
 
 
 def _moves(alignment: Alignment, name: str) -> bool:

@@ -134,6 +134,7 @@ def build_strategy(settings: Settings, model: PreTrainedModel, train_metrics: Tr
         proper=settings.proper,
         strength=settings.strength,
         min_gain=settings.min_gain,
+        carry=settings.carry,
     )
 
 

@@ -44,7 +44,8 @@ def test_the_gain_on_noise_is_one(name: str) -> None:
     for component in spec.components(groups):
         layers = range(spec.num_layers)
         (gain,) = gains_over_noise(models, aligned, anchor, [1 / 24] * 24, component, layers).values()
-        assert 0.75 < gain < 1.25, (component, gain)
+        assert 0.75 < gain.over_noise < 1.25, (component, gain)
+        assert 0 < gain.share < 0.3 and not gain.far
 
 
 @pytest.mark.parametrize("anchor", ["global", "medoid", "consensus"])
@@ -54,7 +55,7 @@ def test_where_frames_differ_the_result_is_that_of_align_all(anchor: str) -> Non
     reference = rotfed.Anchor(params, spec)
     found = align_where_frames_differ(models, spec, anchor, [1, 1, 1], reference, 1.5, **options(spec))
     attention = next(component for component in spec.components(spec.groups) if "qk" in component)
-    assert found.gain > 5 and found.groups == attention
+    assert found.gain > 5 and found.groups == attention and found.far
     expected = rotfed.align_all(models, spec, anchor, [1, 1, 1], reference, groups=attention)
     # Towards the global model each is judged by itself, and the two that only carry noise stay as they came.
     judged = range(1) if anchor == "global" else range(3)
@@ -70,7 +71,7 @@ def test_where_only_noise_differs_the_very_models_come_back(anchor: str) -> None
     models = [noisy(params, seed, 1e-4) for seed in range(3)]
     reference = rotfed.Anchor(params, spec)
     found = align_where_frames_differ(models, spec, anchor, [1, 2, 3], reference, 1.5, **options(spec))
-    assert found.groups == () and 0.5 < found.gain < 1.5
+    assert found.groups == () and 0.5 < found.gain < 1.5 and not found.far
     for model, alignment in zip(models, found.alignments, strict=True):
         assert all(alignment.params[name] is tensor for name, tensor in model.items())
         assert alignment.distance_before == alignment.distance_after > 0
@@ -93,7 +94,7 @@ def test_units_that_changed_places_are_no_noise() -> None:
     swapped = Transform(spec, {"d_ff": elements}).apply(params)
     reference = rotfed.Anchor(params, spec)
     found = align_where_frames_differ([swapped], spec, "global", [1], reference, 1.5, **options(spec))
-    assert found.groups == ("d_ff",) and found.gain == math.inf
+    assert found.groups == ("d_ff",) and found.gain == math.inf and found.far
     torch.testing.assert_close(found.alignments[0].params, dict(params), rtol=0, atol=0)
     never = align_where_frames_differ([swapped], spec, "global", [1], reference, math.inf, **options(spec))
     assert never.groups == () and never.alignments[0].params["layernorm.weight"] is swapped["layernorm.weight"]

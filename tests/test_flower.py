@@ -571,3 +571,66 @@ def test_the_residual_stream_turns_back_too_and_what_clients_get_computes_the_sa
     assert change_of_function(model, theta, result, inputs) < 1e-4
     plain = to_state_dict(run(FedAvg(), client_app(answer), sent[0], clients=3).arrays)
     assert change_of_function(model, theta, plain, inputs) > 0.1
+
+
+def apart(message: Message, partition: int) -> Message:
+    """A client that trained: what it got, turned a little in its own way, and noise."""
+    received = to_state_dict(message.content.array_records["arrays"])
+    generator = torch.Generator().manual_seed(partition + 0x9E3779B9)
+    skew = 0.02 * torch.randn(2, 3, 4, 4, generator=generator, dtype=torch.float64)
+    turn = rotfed.Transform(SPEC, {"qk": torch.matrix_exp(skew - skew.mT)})
+    noisy = {n: t + 0.02 * torch.randn(t.shape, generator=generator) for n, t in turn.apply(received).items()}
+    return reply_to(message, noisy)
+
+
+def rounds_of(strategy: Strategy, answer: Callable[[Message, int], Message] = apart) -> tuple[list[Any], list[Any]]:
+    """What each of two rounds sends and what it delivers."""
+    sent: list[Any] = []
+    delivered: list[Any] = []
+
+    def record(message: Message, partition: int) -> Message:
+        if partition == 0:
+            sent.append(to_state_dict(message.content.array_records["arrays"]))
+        return answer(message, partition)
+
+    random.seed(0)
+    grid = InProcessGrid(client_app(record), 4)
+    strategy.start(
+        grid, to_record(THETA), num_rounds=2, evaluate_fn=lambda n, arrays: delivered.append(to_state_dict(arrays))
+    )
+    return sent, delivered
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_rounds_of_clients_that_lie_a_little_apart_run_as_without_alignment_and_deliver_the_aligned_mean() -> None:
+    plain_sent, plain = rounds_of(FedAvg())
+    strategy = RotFedAvg(SPEC)
+    sent, delivered = rounds_of(strategy)
+    assert all(report.groups and report.carried == "plain" for report in strategy.reports)
+    assert all(same(one, other) for one, other in zip(sent, plain_sent, strict=True))
+    carrying = RotFedAvg(SPEC, carry="aligned")
+    carried_sent, carried = rounds_of(carrying)
+    assert [report.carried for report in carrying.reports] == ["aligned", "aligned"]
+    # Both deliver the same after the first round, and start the second from other models.
+    assert relative_distance(delivered[1], carried[1]) < 1e-6 < 1e-3 < relative_distance(delivered[1], plain[1])
+    assert same(carried_sent[1], carried[1]) and not same(sent[1], delivered[1])
+    assert relative_distance(delivered[2], plain[2]) > 1e-3
+
+
+def test_models_in_frames_of_their_own_are_carried_on_aligned() -> None:
+    strategy = RotFedAvg(SPEC)
+    sent, delivered = rounds_of(strategy, lambda message, partition: reply_to(message, turned(partition)))
+    assert [report.carried for report in strategy.reports] == ["aligned", "aligned"]
+    assert same(sent[1], delivered[1]) and relative_distance(delivered[2], THETA) < 1e-5
+
+
+def test_a_strategy_that_takes_no_mean_carries_on_what_it_made() -> None:
+    sent, delivered = rounds_of(AlignedStrategy(FedAdam(), SPEC))
+    assert same(sent[1], delivered[1])
+    with pytest.raises(AlignmentError, match="carry: expected one of auto, aligned, found 'plain'"):
+        AlignedStrategy(FedAdam(), SPEC, carry="plain")
+    with pytest.raises(AlignmentError, match="carry: expected one of auto, plain, aligned, found 'mean'"):
+        RotFedAvg(SPEC, carry="mean")

@@ -77,8 +77,7 @@ class AdapterRounds:
                 f"aggregation: expected 'rotation' around {type(inner).__name__}, found {self.method!r}, which "
                 "combines the replies before the strategy can choose among them"
             )
-        averages = isinstance(inner, FedAvg) and type(inner).aggregate_train is FedAvg.aggregate_train
-        if self.method in RESIDUAL and not averages:
+        if self.method in RESIDUAL and not averages(inner):
             raise AlignmentError(
                 f"aggregation: expected 'optimal', 'rotation' or 'mean' around {type(inner).__name__}, found "
                 f"{self.method!r}, whose residual makes up for a mean and not for a step towards it"
@@ -196,6 +195,10 @@ class AdapterRounds:
         frozen = [self._frozen(module) for module in self.spec.resolve(self._broadcast)]
         return {name: self._broadcast[name] for name in frozen if name}
 
+    def deliver(self, carried: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a round delivers: the adapter that the next one starts from."""
+        return carried
+
     def settle(self) -> None:
         """Add the round's residual to those before, once the inner strategy has made a model of it."""
         for name, new in self._left.items():
@@ -203,6 +206,11 @@ class AdapterRounds:
             total = [new] if B is None or A is None else [Factors(B, A), new]
             self.residual |= residual_record({name: residual(total, [1.0] * len(total))})
         self._left = {}
+
+
+def averages(strategy: Strategy) -> bool:
+    """Whether a strategy takes the weighted mean of the replies, as FedAvg does."""
+    return isinstance(strategy, FedAvg) and type(strategy).aggregate_train is FedAvg.aggregate_train
 
 
 def chain(strategy: Strategy) -> list[Strategy]:

@@ -13,16 +13,19 @@ from rotfed.evidence import MIN_GAIN, Aligned, align_where_frames_differ, check_
 from rotfed.flower.mods import align_options, folded
 from rotfed.flower.replies import Received, Usable, match_params
 from rotfed.flower.reports import ClientReport, RoundReport
+from rotfed.mergers import weighted_mean
 from rotfed.spec import SymmetrySpec
 
 # In a round all clients come from one model: joining them one by one or two by two is for models of their own.
 ROUND_ANCHORS = ("global", "medoid", "consensus")
+CARRIES = ("auto", "plain", "aligned")
 
 
 class ModelRounds:
     """What a spec of a whole model makes of the rounds of an `AlignedStrategy`, whose keywords these are.
 
-    `private` is the name of the privacy wrapper inside, or empty.
+    `private` is the name of the privacy wrapper inside, or empty; `averages` tells whether the inner strategy takes the
+    weighted mean of the replies.
     """
 
     def __init__(
@@ -36,6 +39,8 @@ class ModelRounds:
         strength: float,
         max_sweeps: int,
         min_gain: float | None,
+        carry: str | None,
+        averages: bool,
     ) -> None:
         self.options = align_options(spec, groups, layers, proper, strength, max_sweeps)
         self.min_gain = check_min_gain(MIN_GAIN if min_gain is None else min_gain)
@@ -45,10 +50,19 @@ class ModelRounds:
                 f"anchor: expected 'global' around {private}, found {self.anchor!r}; aligning one client's "
                 "reply to those of others lets it depend on their data, which breaks the privacy accounting"
             )
+        self.carry = carry or "auto"
+        if self.carry not in CARRIES or (self.carry == "plain" and not averages):
+            allowed = ", ".join(name for name in CARRIES if averages or name != "plain")
+            raise AlignmentError(
+                f"carry: expected one of {allowed}, found {carry!r}; 'plain' is for strategies that take the weighted "
+                "mean of the replies, such as FedAvg and FedProx"
+            )
+        self.averages = averages
         self.spec = spec
         self.residual: dict[str, Tensor] = {}
         self._round = 0
         self._broadcast: dict[str, Tensor] = {}
+        self._delivered: dict[str, Tensor] = {}
 
     def settings(self) -> list[tuple[str, str]]:
         """The settings as `summary` logs them."""
@@ -61,6 +75,7 @@ class ModelRounds:
             ("Rotations", "SO(n)" if options["proper"] else "O(n)"),
             ("Strength", f"{options['strength']:g}"),
             ("Least gain over noise", f"{self.min_gain:g}"),
+            ("Carries", self.carry),
         ]
 
     def begin(self, server_round: int, broadcast: dict[str, Tensor], config: ConfigRecord) -> dict[str, Tensor]:
@@ -87,13 +102,16 @@ class ModelRounds:
         usable = received.usable
         models = [entry.params for entry in usable]
         weights = [entry.weight for entry in usable]
-        found = Aligned([], (), 0.0)
+        found = Aligned([])
         if usable:
             reference = Anchor(self._broadcast, self.spec)
             found = align_where_frames_differ(
                 models, self.spec, self.anchor, weights, reference, self.min_gain, **self.options
             )
         aligned = found.alignments
+        moved: list[Mapping[str, Tensor]] = [alignment.params for alignment in aligned]
+        apart = found.groups and self.averages and (self.carry == "plain" or (self.carry == "auto" and not found.far))
+        self._delivered = weighted_mean(map(_floating, moved), weights) if apart else {}
         clients = tuple(
             ClientReport(entry.node_id, a.distance_before, a.distance_after, a.identity_permutations)
             for entry, a in zip(usable, aligned, strict=True)
@@ -104,10 +122,15 @@ class ModelRounds:
             clients=clients,
             groups=found.groups,
             gain=found.gain,
+            carried="plain" if apart or not found.groups else "aligned",
             refused=dict(refused),
             seconds=time.perf_counter() - started,
         )
-        return [alignment.params for alignment in aligned], report
+        return models if apart else moved, report
+
+    def deliver(self, carried: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a round delivers, given the model that the next one starts from."""
+        return {**carried, **self._delivered}
 
     def frozen(self) -> dict[str, Tensor]:
         """All parameters are trained."""
@@ -115,6 +138,10 @@ class ModelRounds:
 
     def settle(self) -> None:
         """Nothing is left over from a round."""
+
+
+def _floating(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in params.items() if tensor.is_floating_point()}
 
 
 def _span(layers: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rotfed.adapters import AdapterSpec
 from rotfed.errors import AlignmentError, RecordError
-from rotfed.flower.adapters import RESIDUAL_KEY, AdapterRounds, chain
+from rotfed.flower.adapters import RESIDUAL_KEY, AdapterRounds, averages, chain
 from rotfed.flower.models import ModelRounds
 from rotfed.flower.mods import refuse_options
 from rotfed.flower.records import to_record, to_state_dict
@@ -65,6 +65,13 @@ class AlignedStrategy(Strategy):
         Of whole models: a round whose frames do not differ is aggregated as it came, to the bit. Only those groups are
         aligned that gain more, in units of what they would gain on noise (see `rotfed.evidence`); 0.75 by default. 0
         aligns every round, infinity none.
+    carry
+        Of whole models, around FedAvg and its like: what the next round starts from. `"plain"`, the mean of the replies
+        as they came: the rounds run as without alignment, and each delivers the aligned mean. `"aligned"`: what was
+        delivered. `"auto"`, the default: plain while clients lie a little apart, as they do that started from one
+        model, and aligned where they lie in frames of their own (units changed places, or alignment takes away more
+        than half of the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model,
+        but not the better start where clients train long on few data (docs/benchmark.md).
     aggregation
         Of adapters only, which are sent and answered as `get_peft_model_state_dict(model)` gives them: what stands for
         the mean of updates, `"optimal"` by default (`"rotation"` around differential privacy, `"mean"` with a frozen
@@ -99,6 +106,7 @@ class AlignedStrategy(Strategy):
         strength: float = 1.0,
         max_sweeps: int = 20,
         min_gain: float | None = None,
+        carry: str | None = None,
         aggregation: str | None = None,
         over: str | None = None,
         train: str | None = None,
@@ -108,17 +116,19 @@ class AlignedStrategy(Strategy):
         private = type(inner).__name__ if isinstance(inner, _PRIVATE) else ""
         self.rounds: ModelRounds | AdapterRounds
         if isinstance(spec, AdapterSpec):
-            refuse_options("an adapter", groups=groups, layers=layers, min_gain=min_gain)
+            refuse_options("an adapter", groups=groups, layers=layers, min_gain=min_gain, carry=carry)
             self.rounds = AdapterRounds(
                 spec, chain(inner), private, anchor or "global", proper, strength, max_sweeps, aggregation, over, train
             )
         else:
             refuse_options("a whole model", aggregation=aggregation, over=over, train=train)
-            self.rounds = ModelRounds(spec, private, anchor, groups, layers, proper, strength, max_sweeps, min_gain)
+            options = (anchor, groups, layers, proper, strength, max_sweeps, min_gain, carry)
+            self.rounds = ModelRounds(spec, private, *options, averages(inner))
         self.inner = inner
         self.spec = spec
         self.reports: list[RoundReport | AdapterReport] = []
         self._broadcast: dict[str, Tensor] = {}
+        self._last: tuple[ArrayRecord, ArrayRecord] | None = None
         self._sent: list[Message] = []
 
     @property
@@ -152,6 +162,8 @@ class AlignedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remember the model that goes out, and let the inner strategy choose to whom."""
+        if self._last is not None and arrays is self._last[0]:
+            arrays = self._last[1]
         self._broadcast = self.rounds.begin(server_round, to_state_dict(arrays), config)
         self.spec.resolve(self._broadcast)
         self._sent = self._narrowed(self.inner.configure_train(server_round, self._widened(), config, grid))
@@ -182,6 +194,9 @@ class AlignedStrategy(Strategy):
             metrics = MetricRecord() if metrics is None else metrics
             metrics.update(report.metrics())
             self.rounds.settle()
+            delivered = to_record(self._typed(self.rounds.deliver(to_state_dict(arrays))))
+            self._last = delivered, arrays
+            arrays = delivered
         self._sent = []
         return arrays, metrics
 
@@ -273,13 +288,14 @@ class RotFedAvg(AlignedStrategy):
         strength: float = 1.0,
         max_sweeps: int = 20,
         min_gain: float | None = None,
+        carry: str | None = None,
         aggregation: str | None = None,
         over: str | None = None,
         train: str | None = None,
         **fedavg_keywords: Any,
     ) -> None:
         inner = FedAvg(**fedavg_keywords)
-        options = (anchor, groups, layers, proper, strength, max_sweeps, min_gain, aggregation, over, train)
+        options = (anchor, groups, layers, proper, strength, max_sweeps, min_gain, carry, aggregation, over, train)
         super().__init__(inner, spec, *options)
 
 

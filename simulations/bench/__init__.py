@@ -6,7 +6,7 @@ cells.py      what is compared: regimes of federated training, methods, seeds
 runs.py       one run: the apps' own server and clients in this process; client training is kept and not repeated
 schedule.py   many runs, on all cores, going on where the last call ended
 anatomy.py    the models of first rounds taken apart: which groups, layers and anchors do it, distances, barriers
-evidence.py   paired differences and their intervals
+statistics.py paired differences and their intervals
 report.py     `docs/benchmark.md` and the README's table out of `docs/benchmark.json`
 pictures.py   pictures out of the same file
 """

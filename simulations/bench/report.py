@@ -1,0 +1,433 @@
+"""`docs/benchmark.md` and the README's table, written from `docs/benchmark.json` alone."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from simulations.bench.cells import ALIGNED, FIRST_SEED, PAIRS, PLAIN
+from simulations.bench.statistics import Difference, paired
+
+Run = Mapping[str, Any]
+Document = Mapping[str, Any]
+
+# In points of accuracy: a cell whose interval reaches below this is named.
+TOLERANCE = -0.003
+
+MARKS = ("<!-- benchmark: written by simulations.bench -->", "<!-- end of benchmark -->")
+
+
+def page(document: Document) -> str:
+    """The page of results: a table and a sentence for each question."""
+    runs, anatomy = document["runs"], document["anatomy"]
+    environment = document["environment"]
+    versions = environment["versions"]
+    lines = [
+        "# When alignment beats plain averaging, measured",
+        "",
+        f"By `make bench-full` with rotfed {versions['rotfed']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']} and flwr {versions['flwr']} on {environment['hardware']['cpus']} CPU cores; every "
+        "run is in [benchmark.json](benchmark.json). Differences are paired by seed: means over seeds, with 95% "
+        'intervals (Student\'s t). An interval that holds zero reads "no difference shown". Seeds start at '
+        f"{FIRST_SEED}: those below were looked at when defaults were chosen.",
+        "",
+        "Vision: the apps' small ViT (139,000 parameters) from scratch on 6,000 images of Fashion-MNIST, measured on "
+        "all 10,000 test images. Text: all-MiniLM-L6-v2 on 600 documents of BBC News. Language: a small Llama on "
+        "Shakespeare's plays, whole roles to each client. AdamW, rate 0.001 (text: 0.0001). RotFedAvg is as it comes: "
+        "consensus, and no change where frames do not differ.",
+    ]
+    for section in (_regimes, _harm, _methods, _own_starts, _sizes, _cost):
+        lines += ["", *section(runs)] if section(runs) else []
+    for dissected in (_ways, _distance, _barriers):
+        lines += ["", *dissected(anatomy)] if anatomy else []
+    if "engine" in document:
+        lines += ["", *_engine(document["engine"])]
+    return "\n".join(lines) + "\n"
+
+
+def readme_table(document: Document) -> str:
+    """What the README shows: the cells in which clients start alike, from one model."""
+    runs = [run for run in document["runs"] if run["cell"].startswith("vision")]
+    rows = []
+    for cell in _cells(runs, ALIGNED):
+        first, last = _differences(runs, cell, ALIGNED, PLAIN)
+        plain = mean(run["accuracy"][-1] for run in _of(runs, cell, PLAIN))
+        rounds = len(_of(runs, cell, PLAIN)[0]["accuracy"]) - 1
+        rows.append(_row([_short(cell), str(first.seeds), str(rounds), f"{plain:.1%}", first.text(), last.text()]))
+    named = [_short(cell) for cell in _cells(runs, ALIGNED) if _below(runs, cell)]
+    return "\n".join(
+        [
+            _row(
+                [
+                    "split, local epochs, clients",
+                    "seeds",
+                    "rounds",
+                    "FedAvg at the end",
+                    "RotFedAvg against FedAvg, round 1",
+                    "at the end",
+                ]
+            ),
+            _row(["---"] * 6),
+            *rows,
+            "",
+            "Points of accuracy with 95% intervals. "
+            + (
+                f"The interval reaches below {100 * TOLERANCE:.1f} points in: {'; '.join(named)}."
+                if named
+                else f"No interval reaches below {100 * TOLERANCE:.1f} points."
+            ),
+        ]
+    )
+
+
+def with_table(readme: str, document: Document) -> str:
+    """The README with its table renewed. Raises ValueError where the marks around it are missing."""
+    before, begins, rest = readme.partition(MARKS[0])
+    _, ends, after = rest.partition(MARKS[1])
+    if not begins or not ends:
+        raise ValueError(f"README.md: expected the lines {MARKS[0]!r} and {MARKS[1]!r} around the table; put them back")
+    return f"{before}{begins}\n{readme_table(document)}\n{ends}{after}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Sections
+
+
+def _regimes(runs: Sequence[Run]) -> list[str]:
+    same = [run for run in runs if _starts_alike(run)]
+    lines = [
+        "## How much, by regime",
+        "",
+        _row(["cell", "seeds", "FedAvg by round", "RotFedAvg by round", "difference, round 1", "at the end", "shown"]),
+        _row(["---"] * 7),
+    ]
+    verdicts: dict[str, list[str]] = {}
+    for cell in _cells(same, ALIGNED):
+        first, last = _differences(same, cell, ALIGNED, PLAIN)
+        verdicts.setdefault(f"{first.verdict} in round 1", []).append(cell)
+        verdicts.setdefault(f"{last.verdict} at the end", []).append(cell)
+        lines.append(
+            _row(
+                [
+                    cell,
+                    str(first.seeds),
+                    _by_round(_of(same, cell, PLAIN)),
+                    _by_round(_of(same, cell, ALIGNED)),
+                    first.text(),
+                    last.text(),
+                    last.verdict,
+                ]
+            )
+        )
+    total = len(_cells(same, ALIGNED))
+    said = "; ".join(f"{len(cells)} of {total}: {verdict}" for verdict, cells in verdicts.items())
+    return [*lines, "", f"Cells in which all clients start from one model: {said}."]
+
+
+def _harm(runs: Sequence[Run]) -> list[str]:
+    same = [run for run in runs if _starts_alike(run)]
+    cells = _cells(same, ALIGNED)
+    ends = {cell: _differences(same, cell, ALIGNED, PLAIN)[1] for cell in cells}
+    worst = min(ends, key=lambda cell: ends[cell].mean)
+    unlucky = min(ends, key=lambda cell: ends[cell].worst)
+    below = [cell for cell in cells if _below(same, cell)]
+    lines = [
+        "## Does it ever harm",
+        "",
+        f"The worst cell at the end is {worst}: {ends[worst].text()} points, {ends[worst].verdict}. The worst single "
+        f"seed of all, {100 * ends[unlucky].worst:+.1f} points, is one of {unlucky}. "
+        + (
+            f"The interval reaches below {100 * TOLERANCE:.1f} points in {len(below)} of {len(cells)} cells: "
+            + "; ".join(f"{cell} ({ends[cell].text()})" for cell in below)
+            + "."
+            if below
+            else f"No interval reaches below {100 * TOLERANCE:.1f} points."
+        ),
+    ]
+    rounds = [
+        (gain, bool(groups))
+        for run in same
+        if run["method"] == ALIGNED
+        for gain, groups in zip(run["gain"], run["groups"], strict=True)
+    ]
+    by_number: dict[int, list[bool]] = {}
+    for run in same:
+        if run["method"] == ALIGNED:
+            for number, groups in enumerate(run["groups"], start=1):
+                by_number.setdefault(number, []).append(bool(groups))
+    shares = ", ".join(f"{mean(moved):.0%} of round {number}" for number, moved in by_number.items())
+    lines += ["", f"Frames were found to differ, and models aligned, in {shares} ({len(rounds)} rounds in all)."]
+    if controls := _of(runs, None, "control"):
+        equal = all(
+            run["accuracy"] == _one(runs, run["cell"], PLAIN, run["seed"])["accuracy"]
+            and run["loss"] == _one(runs, run["cell"], PLAIN, run["seed"])["loss"]
+            for run in controls
+        )
+        lines += [
+            "",
+            f"The control computes every alignment and applies none: its accuracies and losses are "
+            f"{'equal to' if equal else 'NOT equal to'} plain averaging's to the bit in all {len(controls)} runs.",
+        ]
+    return lines
+
+
+def _methods(runs: Sequence[Run]) -> list[str]:
+    rows = []
+    for method, plain in PAIRS.items():
+        if method == ALIGNED:
+            continue
+        for cell in _cells(runs, method):
+            first, last = _differences(runs, cell, method, plain)
+            at_end = mean(run["accuracy"][-1] for run in _of(runs, cell, plain))
+            rows.append(_row([cell, method, plain, f"{at_end:.1%}", first.text(), last.text(), last.verdict]))
+    if not rows:
+        return []
+    return [
+        "## Other strategies, and without the no-harm rule",
+        "",
+        'Each against itself without alignment. "always" aligns every round to the consensus, "global" every round to '
+        "the model sent out.",
+        "",
+        _row(["cell", "method", "against", "which ends at", "difference, round 1", "at the end", "shown"]),
+        _row(["---"] * 7),
+        *rows,
+    ]
+
+
+def _own_starts(runs: Sequence[Run]) -> list[str]:
+    own = [run for run in runs if run["cell"].startswith("own starts")]
+    if not own:
+        return []
+    lines = [
+        "## Clients that start from models of their own",
+        "",
+        _row(["cell", "method", "seeds", "accuracy by round", "against FedAvg at the end", "shown"]),
+        _row(["---"] * 6),
+    ]
+    for cell in _cells(own, PLAIN):
+        for method in dict.fromkeys(run["method"] for run in own):
+            found = _of(own, cell, method)
+            last = "" if method == PLAIN else _differences(own, cell, method, PLAIN)[1]
+            shown = last.verdict if isinstance(last, Difference) else ""
+            text = last.text() if isinstance(last, Difference) else ""
+            lines.append(_row([cell, method, str(len(found)), _by_round(found, start=True), text, shown]))
+    return [
+        *lines,
+        "",
+        '"merged start": the clients first train models of their own, which are merged by learned alignment '
+        "([multi-party.md](multi-party.md)); by round, from the start on. It trains one round more than the others.",
+    ]
+
+
+def _sizes(runs: Sequence[Run]) -> list[str]:
+    sized = [run for run in runs if run["cell"].startswith("size")]
+    cells = _cells(sized, ALIGNED)
+    if not cells:
+        return []
+    lines = [
+        "## Do more width or more heads raise the gain",
+        "",
+        _row(["model", "seeds", "FedAvg", "difference, round 1", "gain over noise", "shown"]),
+        _row(["---"] * 6),
+    ]
+    for cell in cells:
+        first, _ = _differences(sized, cell, ALIGNED, PLAIN)
+        plain = mean(run["accuracy"][1] for run in _of(sized, cell, PLAIN))
+        gain = mean(run["gain"][0] for run in _of(sized, cell, ALIGNED))
+        variant = cell.split("clients, ")[1]
+        lines.append(_row([variant, str(first.seeds), f"{plain:.1%}", first.text(), f"{gain:.2f}", first.verdict]))
+    return [*lines, "", f"All: {cells[0].split(', width')[0]}."]
+
+
+def _cost(runs: Sequence[Run]) -> list[str]:
+    lines = [
+        "## What it costs a round",
+        "",
+        _row(
+            ["cell", "training of all clients", "alignment where frames differ", "the test where they do not", "share"]
+        ),
+        _row(["---"] * 5),
+    ]
+    for cell in _cells(runs, ALIGNED):
+        found = _of(runs, cell, ALIGNED)
+        training = mean(seconds for run in found for seconds in run["training_seconds"])
+        pairs = [(s, bool(g)) for run in found for s, g in zip(run["aligning_seconds"], run["groups"], strict=True)]
+        moved, still = ([s for s, m in pairs if m is flag] for flag in (True, False))
+        all_ = mean(s for s, _ in pairs)
+        lines.append(
+            _row(
+                [
+                    cell,
+                    f"{training:.1f} s",
+                    f"{mean(moved):.2f} s" if moved else "",
+                    f"{mean(still):.2f} s" if still else "",
+                    f"{all_ / training:.1%}",
+                ]
+            )
+        )
+    return [*lines, "", "Seconds on one core, means over rounds and seeds; the share is that of all rounds."]
+
+
+def _ways(anatomy: Sequence[Run]) -> list[str]:
+    lines = [
+        "## Which groups, layers and anchors do it",
+        "",
+        "Averages of the same first rounds, always aligned; points of accuracy against the plain average. Spread: what "
+        "is left of the clients' mean squared distance from their mean.",
+    ]
+    cells = list(dict.fromkeys(result["cell"] for result in anatomy))
+    ways = list(dict.fromkeys(result["way"] for result in anatomy))
+    lines += [
+        "",
+        _row(["aligned", *(_short(cell) for cell in cells), "all cells", "loss, all cells", "spread", "seconds"]),
+    ]
+    lines.append(_row(["---"] * (len(cells) + 5)))
+    for way in ways:
+        found = [result for result in anatomy if result["way"] == way]
+        per_cell = [[r for r in found if r["cell"] == cell] for cell in cells]
+        if way == "plain":
+            shown = [f"{mean(r['accuracy'] for r in rs):.1%}" for rs in per_cell]
+            lines.append(_row(["nothing", *shown, "", "", "1.000", ""]))
+            continue
+        shown = [_against_plain(anatomy, rs).text() for rs in per_cell]
+        loss = _against_plain(anatomy, found, "loss").text(1.0, 3)
+        spread = f"{mean(r['spread'] for r in found):.3f}"
+        seconds = f"{mean(r['seconds'] for r in found):.2f}"
+        lines.append(_row([way, *shown, _against_plain(anatomy, found).text(), loss, spread, seconds]))
+    early, late, joint, sequential, unscaled = (
+        [result for result in anatomy if result["way"] == way]
+        for way in (
+            "first half of the layers",
+            "second half of the layers",
+            "attention and FFN",
+            "rotation, then scale (sequential)",
+            "rotations without scales",
+        )
+    )
+    halves = _between(early, late)
+    turns = _between(joint, sequential)
+    scales = _between(joint, unscaled)
+    return [
+        *lines,
+        "",
+        f"Layers: the first half against the second, {halves.text()} points ({halves.verdict}). Joint optimum of "
+        f"rotation and scale against the sequential one: {turns.text(digits=2)} points ({turns.verdict}); scales at "
+        f"all: {scales.text(digits=2)} points ({scales.verdict}).",
+    ]
+
+
+def _distance(anatomy: Sequence[Run]) -> list[str]:
+    """Over the ways of one first round: does the one with less spread have less loss."""
+    correlations = []
+    for cell, seed in dict.fromkeys((result["cell"], result["seed"]) for result in anatomy):
+        # The residual stream is measured on folded models, whose spread is another one.
+        ways = [r for r in anatomy if (r["cell"], r["seed"]) == (cell, seed) and r["way"] != "with the residual stream"]
+        spreads, losses = [r["spread"] for r in ways], [r["loss"] for r in ways]
+        correlations.append(float(np.corrcoef(spreads, losses)[0, 1]))
+    one = paired(correlations, [0.0] * len(correlations))
+    return [
+        "## Does a smaller distance mean a better merge",
+        "",
+        f"Within a first round, over the ways above but the residual stream, the correlation of what is left of the "
+        f"spread with the merged model's loss is {one.text(1.0, 2)} over {one.seeds} rounds"
+        + (": less spread, less loss." if one.low > 0 else ": not shown." if one.high > 0 else ": the reverse."),
+    ]
+
+
+def _barriers(anatomy: Sequence[Run]) -> list[str]:
+    found = [result for result in anatomy if "barriers" in result]
+    lines = [
+        "## The barrier between two clients",
+        "",
+        _row(["cell", "rounds", "plain, nats", "aligned, nats", "difference", "shown"]),
+        _row(["---"] * 6),
+    ]
+    for cell in dict.fromkeys(result["cell"] for result in found):
+        barriers = [result["barriers"] for result in found if result["cell"] == cell]
+        plain, aligned = ([b[key]["barrier"] for b in barriers] for key in ("plain", "aligned"))
+        change = paired(aligned, plain)
+        verdict = {"gain": "higher", "loss": "lower"}.get(change.verdict, change.verdict)
+        lines.append(
+            _row([cell, str(change.seeds), f"{mean(plain):.3f}", f"{mean(aligned):.3f}", change.text(1.0, 3), verdict])
+        )
+    return [
+        *lines,
+        "",
+        "Linear mode connectivity of the first two clients after round 1, all brought to the consensus.",
+        "",
+        "![What is left of the spread, layer by layer](benchmark-layers.svg)",
+        "",
+        "![The loss between two clients](benchmark-barriers.svg)",
+    ]
+
+
+def _engine(check: Mapping[str, Any]) -> list[str]:
+    equal = check["engine"] == check["in_process"]
+    apart = max(abs(a - b) for a, b in zip(check["engine"], check["in_process"], strict=True))
+    return [
+        "## In one process, and on Flower's engine",
+        "",
+        f"All runs above call the apps in one process. One configuration (digits, {check['config']['min-nodes']} "
+        f"clients, {check['config']['num-server-rounds']} rounds) was also run on Flower's simulation engine: its "
+        "accuracies by round are " + ("equal to the bit." if equal else f"apart by {100 * apart:.2f} points at most."),
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Picking and showing
+
+
+def _starts_alike(run: Run) -> bool:
+    return not run["cell"].startswith(("own starts", "size"))
+
+
+def _cells(runs: Iterable[Run], method: str) -> list[str]:
+    """The cells in which a method was run with two seeds at least."""
+    seeds: dict[str, int] = {}
+    for run in runs:
+        seeds[run["cell"]] = seeds.get(run["cell"], 0) + (run["method"] == method)
+    return [cell for cell, count in seeds.items() if count > 1]
+
+
+def _of(runs: Iterable[Run], cell: str | None, method: str) -> list[Run]:
+    return [run for run in runs if run["method"] == method and cell in (None, run["cell"])]
+
+
+def _one(runs: Iterable[Run], cell: str, method: str, seed: int) -> Run:
+    return next(run for run in _of(runs, cell, method) if run["seed"] == seed)
+
+
+def _differences(runs: Sequence[Run], cell: str, method: str, plain: str) -> tuple[Difference, Difference]:
+    """Accuracy of one method minus that of another, after the first round and after the last."""
+    pairs = [(run, _one(runs, cell, plain, run["seed"])) for run in _of(runs, cell, method)]
+    first, last = (
+        paired([a["accuracy"][at] for a, _ in pairs], [b["accuracy"][at] for _, b in pairs]) for at in (1, -1)
+    )
+    return first, last
+
+
+def _below(runs: Sequence[Run], cell: str) -> bool:
+    return _differences(runs, cell, ALIGNED, PLAIN)[1].low < TOLERANCE
+
+
+def _against_plain(anatomy: Sequence[Run], found: Sequence[Run], figure: str = "accuracy") -> Difference:
+    plain = {(r["cell"], r["seed"]): r[figure] for r in anatomy if r["way"] == "plain"}
+    return paired([r[figure] for r in found], [plain[r["cell"], r["seed"]] for r in found])
+
+
+def _between(ones: Sequence[Run], others: Sequence[Run]) -> Difference:
+    return paired([r["accuracy"] for r in ones], [r["accuracy"] for r in others])
+
+
+def _by_round(runs: Sequence[Run], start: bool = False) -> str:
+    rounds = zip(*(run["accuracy"][0 if start else 1 :] for run in runs), strict=True)
+    return ", ".join(f"{100 * mean(values):.1f}" for values in rounds)
+
+
+def _short(cell: str) -> str:
+    return cell.removeprefix("vision, ")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
