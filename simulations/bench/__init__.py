@@ -8,5 +8,6 @@ schedule.py   many runs, on all cores, going on where the last call ended
 anatomy.py    the models of first rounds taken apart: which groups, layers and anchors do it, distances, barriers
 statistics.py paired differences and their intervals
 report.py     `docs/benchmark.md` and the README's table out of `docs/benchmark.json`
+engine.py     one run on Flower's engine, beside the same in this process
 pictures.py   pictures out of the same file
 """

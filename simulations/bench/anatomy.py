@@ -46,7 +46,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 """Name -> options of `rotfed.align_all`; without an anchor to the consensus."""
 
-BARRIER_POINTS = 11
+BARRIER_POINTS = 7
 
 
 @dataclass(frozen=True, eq=False)

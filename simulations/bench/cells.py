@@ -152,3 +152,8 @@ SMALL: tuple[Cell, ...] = tuple(
     for split, epochs, rounds in (("Dirichlet 0.5", 5, 2), ("Dirichlet 0.1", 20, 1), ("IID", 5, 2), ("IID", 1, 3))
 )
 """A look at each kind of regime, in half an hour."""
+
+ANATOMY = {
+    _vision(split, epochs).name: 5 for split, epochs in (("IID", 5), ("Dirichlet 0.5", 20), ("Dirichlet 0.1", 20))
+}
+"""The cells whose first rounds are taken apart, and with how many seeds."""

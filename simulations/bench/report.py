@@ -50,12 +50,12 @@ def readme_table(document: Document) -> str:
     """What the README shows: the cells in which clients start alike, from one model."""
     runs = [run for run in document["runs"] if run["cell"].startswith("vision")]
     rows = []
-    for cell in _cells(runs, ALIGNED):
-        first, last = _differences(runs, cell, ALIGNED, PLAIN)
-        plain = mean(run["accuracy"][-1] for run in _of(runs, cell, PLAIN))
-        rounds = len(_of(runs, cell, PLAIN)[0]["accuracy"]) - 1
+    for cell in cells_of(runs, ALIGNED):
+        first, last = differences(runs, cell, ALIGNED, PLAIN)
+        plain = mean(run["accuracy"][-1] for run in runs_of(runs, cell, PLAIN))
+        rounds = len(runs_of(runs, cell, PLAIN)[0]["accuracy"]) - 1
         rows.append(_row([_short(cell), str(first.seeds), str(rounds), f"{plain:.1%}", first.text(), last.text()]))
-    named = [_short(cell) for cell in _cells(runs, ALIGNED) if _below(runs, cell)]
+    named = [_short(cell) for cell in cells_of(runs, ALIGNED) if _below(runs, cell)]
     return "\n".join(
         [
             _row(
@@ -103,8 +103,8 @@ def _regimes(runs: Sequence[Run]) -> list[str]:
         _row(["---"] * 7),
     ]
     verdicts: dict[str, list[str]] = {}
-    for cell in _cells(same, ALIGNED):
-        first, last = _differences(same, cell, ALIGNED, PLAIN)
+    for cell in cells_of(same, ALIGNED):
+        first, last = differences(same, cell, ALIGNED, PLAIN)
         verdicts.setdefault(f"{first.verdict} in round 1", []).append(cell)
         verdicts.setdefault(f"{last.verdict} at the end", []).append(cell)
         lines.append(
@@ -112,23 +112,23 @@ def _regimes(runs: Sequence[Run]) -> list[str]:
                 [
                     cell,
                     str(first.seeds),
-                    _by_round(_of(same, cell, PLAIN)),
-                    _by_round(_of(same, cell, ALIGNED)),
+                    _by_round(runs_of(same, cell, PLAIN)),
+                    _by_round(runs_of(same, cell, ALIGNED)),
                     first.text(),
                     last.text(),
                     last.verdict,
                 ]
             )
         )
-    total = len(_cells(same, ALIGNED))
+    total = len(cells_of(same, ALIGNED))
     said = "; ".join(f"{len(cells)} of {total}: {verdict}" for verdict, cells in verdicts.items())
     return [*lines, "", f"Cells in which all clients start from one model: {said}."]
 
 
 def _harm(runs: Sequence[Run]) -> list[str]:
     same = [run for run in runs if _starts_alike(run)]
-    cells = _cells(same, ALIGNED)
-    ends = {cell: _differences(same, cell, ALIGNED, PLAIN)[1] for cell in cells}
+    cells = cells_of(same, ALIGNED)
+    ends = {cell: differences(same, cell, ALIGNED, PLAIN)[1] for cell in cells}
     worst = min(ends, key=lambda cell: ends[cell].mean)
     unlucky = min(ends, key=lambda cell: ends[cell].worst)
     below = [cell for cell in cells if _below(same, cell)]
@@ -158,7 +158,7 @@ def _harm(runs: Sequence[Run]) -> list[str]:
                 by_number.setdefault(number, []).append(bool(groups))
     shares = ", ".join(f"{mean(moved):.0%} of round {number}" for number, moved in by_number.items())
     lines += ["", f"Frames were found to differ, and models aligned, in {shares} ({len(rounds)} rounds in all)."]
-    if controls := _of(runs, None, "control"):
+    if controls := runs_of(runs, None, "control"):
         equal = all(
             run["accuracy"] == _one(runs, run["cell"], PLAIN, run["seed"])["accuracy"]
             and run["loss"] == _one(runs, run["cell"], PLAIN, run["seed"])["loss"]
@@ -177,9 +177,9 @@ def _methods(runs: Sequence[Run]) -> list[str]:
     for method, plain in PAIRS.items():
         if method == ALIGNED:
             continue
-        for cell in _cells(runs, method):
-            first, last = _differences(runs, cell, method, plain)
-            at_end = mean(run["accuracy"][-1] for run in _of(runs, cell, plain))
+        for cell in cells_of(runs, method):
+            first, last = differences(runs, cell, method, plain)
+            at_end = mean(run["accuracy"][-1] for run in runs_of(runs, cell, plain))
             rows.append(_row([cell, method, plain, f"{at_end:.1%}", first.text(), last.text(), last.verdict]))
     if not rows:
         return []
@@ -205,10 +205,10 @@ def _own_starts(runs: Sequence[Run]) -> list[str]:
         _row(["cell", "method", "seeds", "accuracy by round", "against FedAvg at the end", "shown"]),
         _row(["---"] * 6),
     ]
-    for cell in _cells(own, PLAIN):
+    for cell in cells_of(own, PLAIN):
         for method in dict.fromkeys(run["method"] for run in own):
-            found = _of(own, cell, method)
-            last = "" if method == PLAIN else _differences(own, cell, method, PLAIN)[1]
+            found = runs_of(own, cell, method)
+            last = "" if method == PLAIN else differences(own, cell, method, PLAIN)[1]
             shown = last.verdict if isinstance(last, Difference) else ""
             text = last.text() if isinstance(last, Difference) else ""
             lines.append(_row([cell, method, str(len(found)), _by_round(found, start=True), text, shown]))
@@ -222,7 +222,7 @@ def _own_starts(runs: Sequence[Run]) -> list[str]:
 
 def _sizes(runs: Sequence[Run]) -> list[str]:
     sized = [run for run in runs if run["cell"].startswith("size")]
-    cells = _cells(sized, ALIGNED)
+    cells = cells_of(sized, ALIGNED)
     if not cells:
         return []
     lines = [
@@ -232,9 +232,9 @@ def _sizes(runs: Sequence[Run]) -> list[str]:
         _row(["---"] * 6),
     ]
     for cell in cells:
-        first, _ = _differences(sized, cell, ALIGNED, PLAIN)
-        plain = mean(run["accuracy"][1] for run in _of(sized, cell, PLAIN))
-        gain = mean(run["gain"][0] for run in _of(sized, cell, ALIGNED))
+        first, _ = differences(sized, cell, ALIGNED, PLAIN)
+        plain = mean(run["accuracy"][1] for run in runs_of(sized, cell, PLAIN))
+        gain = mean(run["gain"][0] for run in runs_of(sized, cell, ALIGNED))
         variant = cell.split("clients, ")[1]
         lines.append(_row([variant, str(first.seeds), f"{plain:.1%}", first.text(), f"{gain:.2f}", first.verdict]))
     return [*lines, "", f"All: {cells[0].split(', width')[0]}."]
@@ -249,8 +249,8 @@ def _cost(runs: Sequence[Run]) -> list[str]:
         ),
         _row(["---"] * 5),
     ]
-    for cell in _cells(runs, ALIGNED):
-        found = _of(runs, cell, ALIGNED)
+    for cell in cells_of(runs, ALIGNED):
+        found = runs_of(runs, cell, ALIGNED)
         training = mean(seconds for run in found for seconds in run["training_seconds"])
         pairs = [(s, bool(g)) for run in found for s, g in zip(run["aligning_seconds"], run["groups"], strict=True)]
         moved, still = ([s for s, m in pairs if m is flag] for flag in (True, False))
@@ -382,7 +382,7 @@ def _starts_alike(run: Run) -> bool:
     return not run["cell"].startswith(("own starts", "size"))
 
 
-def _cells(runs: Iterable[Run], method: str) -> list[str]:
+def cells_of(runs: Iterable[Run], method: str) -> list[str]:
     """The cells in which a method was run with two seeds at least."""
     seeds: dict[str, int] = {}
     for run in runs:
@@ -390,17 +390,17 @@ def _cells(runs: Iterable[Run], method: str) -> list[str]:
     return [cell for cell, count in seeds.items() if count > 1]
 
 
-def _of(runs: Iterable[Run], cell: str | None, method: str) -> list[Run]:
+def runs_of(runs: Iterable[Run], cell: str | None, method: str) -> list[Run]:
     return [run for run in runs if run["method"] == method and cell in (None, run["cell"])]
 
 
 def _one(runs: Iterable[Run], cell: str, method: str, seed: int) -> Run:
-    return next(run for run in _of(runs, cell, method) if run["seed"] == seed)
+    return next(run for run in runs_of(runs, cell, method) if run["seed"] == seed)
 
 
-def _differences(runs: Sequence[Run], cell: str, method: str, plain: str) -> tuple[Difference, Difference]:
+def differences(runs: Sequence[Run], cell: str, method: str, plain: str) -> tuple[Difference, Difference]:
     """Accuracy of one method minus that of another, after the first round and after the last."""
-    pairs = [(run, _one(runs, cell, plain, run["seed"])) for run in _of(runs, cell, method)]
+    pairs = [(run, _one(runs, cell, plain, run["seed"])) for run in runs_of(runs, cell, method)]
     first, last = (
         paired([a["accuracy"][at] for a, _ in pairs], [b["accuracy"][at] for _, b in pairs]) for at in (1, -1)
     )
@@ -408,7 +408,7 @@ def _differences(runs: Sequence[Run], cell: str, method: str, plain: str) -> tup
 
 
 def _below(runs: Sequence[Run], cell: str) -> bool:
-    return _differences(runs, cell, ALIGNED, PLAIN)[1].low < TOLERANCE
+    return differences(runs, cell, ALIGNED, PLAIN)[1].low < TOLERANCE
 
 
 def _against_plain(anatomy: Sequence[Run], found: Sequence[Run], figure: str = "accuracy") -> Difference:

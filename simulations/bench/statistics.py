@@ -41,6 +41,10 @@ def paired(ones: Sequence[float], others: Sequence[float]) -> Difference:
     differences = [one - other for one, other in zip(ones, others, strict=True)]
     if len(differences) < 2:
         raise ValueError(f"paired: expected two seeds at least, found {len(differences)}")
-    middle = mean(differences)
-    half = float(t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)) * stdev(differences) / len(differences) ** 0.5
-    return Difference(middle, middle - half, middle + half, len(differences), min(differences))
+    return Difference(mean(differences), *interval(differences), len(differences), min(differences))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The ends of the 95% interval of the mean (Student's t)."""
+    half = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+    return mean(values) - half, mean(values) + half
