@@ -2,6 +2,8 @@
 # make test   the tests
 # make architectures   measure every architecture and renew docs/architectures.md (a minute)
 # make merging ARGS="--images ... --plays ..."   merge parties' own models by every method; docs/merging-results.md (hours)
+# make bench ARGS="--images ..."   FedAvg against RotFedAvg in some regimes, in half an hour; results/bench/benchmark.md
+# make bench-full ARGS="--images ... --bbc ... --minilm ... --plays ..."   all of it (hours); docs/benchmark.md, README
 # make lint   style and types
 # make clean  remove .venv and caches
 # Each sets up .venv first where it is missing or older than what it is made from.
@@ -11,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test architectures merging lint clean
+.PHONY: demo test architectures merging bench bench-full lint clean
 
 demo: $(READY)
 	@$(BIN)/python -m simulations.demo $(ARGS)
@@ -24,6 +26,12 @@ architectures: $(READY)
 
 merging: $(READY)
 	@$(BIN)/python -m simulations.merging $(ARGS)
+
+bench: $(READY)
+	@$(BIN)/python -m simulations.bench $(ARGS)
+
+bench-full: $(READY)
+	@$(BIN)/python -m simulations.bench --full --engine $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

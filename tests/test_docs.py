@@ -13,9 +13,12 @@ from rotfed.examples import examples
 from rotfed.flower import RotFedAvg
 from rotfed.library import parse_spec_file, spec_files, supported_model_types
 from simulations.architectures import FOLDER, measure, page
+from simulations.bench.report import page as benchmark_page
+from simulations.bench.report import with_table
 from simulations.grid import InProcessGrid
 from simulations.merging.page import page as merging_page
 
+README = (FOLDER.parent / "README.md").read_text()
 RESULTS = json.loads((FOLDER / "architectures.json").read_text())
 
 
@@ -49,6 +52,13 @@ def test_the_readme_shows_what_merging_measured() -> None:
             assert f"{mean(shares):.2f}" == cell, (label, parties)
 
 
+def test_the_page_and_the_table_of_the_benchmark_are_what_was_measured() -> None:
+    document = json.loads((FOLDER / "benchmark.json").read_text())
+    assert len(document["runs"]) > 100 and document["anatomy"]
+    assert (FOLDER / "benchmark.md").read_text() == benchmark_page(document)
+    assert with_table(README, document) == README
+
+
 def test_every_example_was_measured_and_lies_within_the_tolerance() -> None:
     known = {(example.model_type, example.name, example.family) for example in examples().values()}
     assert {(r["model_type"], r["variant"], r["spec"]) for r in RESULTS["examples"]} == known
@@ -63,9 +73,6 @@ def test_a_measurement_can_be_repeated(name: str) -> None:
         k: stored[k] for k in stored if "float" not in k
     }
     assert again["float64"] < 100 * stored["float64"]
-
-
-README = (FOLDER.parent / "README.md").read_text()
 
 
 def test_the_readme_counts_what_is_supported() -> None:

@@ -88,7 +88,8 @@ class KeptReplies:
         path = self._folder / f"{_digest(message, context)}.safetensors"
         if path.exists():
             with safe_open(path, "pt") as file:
-                params = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+                # In the order of a fresh reply, which the file does not keep and the next round's digest depends on.
+                params = {name: file.get_tensor(name) for name in message.content.array_records["arrays"]}
                 kept = json.loads(file.metadata()["reply"])
             content = RecordDict({"arrays": to_record(params), "metrics": MetricRecord(kept["metrics"])})
             content[IDENTITY] = ConfigRecord(kept["identity"])
