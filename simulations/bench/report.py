@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from simulations.bench.cells import ALIGNED, FIRST_SEED, PAIRS, PLAIN
+from simulations.bench.cells import ALIGNED, FIRST_SEED, FULL, PAIRS, PLAIN
 from simulations.bench.statistics import Difference, paired
 
 Run = Mapping[str, Any]
@@ -41,6 +41,8 @@ def page(document: Document) -> str:
         lines += ["", *section(runs)] if section(runs) else []
     for dissected in (_ways, _distance, _barriers):
         lines += ["", *dissected(anatomy)] if anatomy else []
+    if missing := [cell.name for cell in FULL if cell.name not in cells_of(runs, PLAIN)]:
+        lines += ["", "## Not run", "", "`make bench-full` goes on with: " + "; ".join(missing) + "."]
     if "engine" in document:
         lines += ["", *_engine(document["engine"])]
     return "\n".join(lines) + "\n"
