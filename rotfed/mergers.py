@@ -72,9 +72,11 @@ def weighted_mean(models: Iterable[Params], weights: Sequence[float] | None = No
 def mean_tensor(name: str, tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """The mean of one parameter, as in `weighted_mean`, by shares that sum to one."""
     first = tensors[0]
+    # What counts for nothing may be as large as it likes, and would leave the others its rounding.
+    counted = [(tensor, share) for tensor, share in zip(tensors, shares, strict=True) if share > 0]
     # From the first on, so that values on which all agree (a folded norm's ones) stay as they are.
-    total = base = to_work(first)
-    for tensor, share in zip(tensors[1:], shares[1:], strict=True):
+    total = base = to_work(counted[0][0])
+    for tensor, share in counted[1:]:
         total = total + (to_work(tensor).to(base.device) - base) * share
     cause = "in the mean; put a model of a wider type first"
     return restore_type(total, first.dtype, name, cause).to(first.device)

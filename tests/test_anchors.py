@@ -215,6 +215,12 @@ def test_means_keep_types() -> None:
     assert_same(mean, {"w": torch.tensor([5 / 3, 8 / 3]).bfloat16(), "n": torch.tensor(4), "f": models[0]["f"]})
 
 
+def test_a_model_that_counts_for_nothing_leaves_no_rounding_behind() -> None:
+    models = [{"w": torch.tensor([value])} for value in (1e30, 1.0, 3.0)]
+    assert_same(weighted_mean(models, [0, 1, 1]), {"w": torch.tensor([2.0])})
+    assert_same(weighted_mean(models[::-1], [1, 1, 0]), {"w": torch.tensor([2.0])})
+
+
 def test_a_mean_too_large_for_its_type_is_refused() -> None:
     models = [{"w": torch.ones(2).half()}, {"w": torch.full((2,), 3e5)}]
     with pytest.raises(rotfed.TransformError, match=r"w: expected values that torch.float16 .*larger ones in the mean"):
