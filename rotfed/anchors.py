@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rotfed.align import Alignment, align, identity_share
 from rotfed.descent import Anchor, Params
-from rotfed.errors import AlignmentError, ConvergenceWarning
+from rotfed.errors import AlignmentError, ConvergenceWarning, TransformError
 from rotfed.mergers import alike, distance2, normalised_weights, weighted_mean
 from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec, check_is_spec, check_parameters
@@ -195,19 +195,17 @@ class _Joined:
 def _follow(
     models: Sequence[Params], aligned: Iterable[Alignment], transform: Transform, options: Mapping[str, Any]
 ) -> list[Alignment]:
-    """The same alignments, all moved on by one more transform."""
-    moved = []
+    """The same alignments, all moved on by one more transform, unless the type of some model cannot hold that."""
+    aligned, moved = list(aligned), []
     for model, alignment in zip(models, aligned, strict=True):
         total = transform.compose(alignment.transform)
-        moved.append(
-            Alignment(
-                total.apply(model),
-                total,
-                alignment.distance_before,
-                alignment.distance_after,
-                _identity_share(total, model, options),
-            )
-        )
+        try:
+            params = total.apply(model)
+        except TransformError:
+            # They share a frame as they are, only not the nearest to the reference.
+            return aligned
+        share = _identity_share(total, model, options)
+        moved.append(Alignment(params, total, alignment.distance_before, alignment.distance_after, share))
     return moved
 
 

@@ -200,6 +200,21 @@ BAD_REPLIES: dict[str, tuple[Callable[[Message], Message], str]] = {
 }
 
 
+@pytest.mark.parametrize("anchor", ["global", "medoid", "consensus"])
+def test_values_at_the_end_of_their_type_do_not_end_the_run(anchor: str) -> None:
+    theta = {name: tensor.half() for name, tensor in THETA.items()}
+
+    def answer(message: Message, partition: int) -> Message:
+        generator = torch.Generator().manual_seed(5 + partition)
+        noise = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in theta.items()}
+        near = {n: (t + 1e-3 * noise[n]).half() for n, t in theta.items()}
+        diverged = {n: (65000 * t.sign()).half() for n, t in noise.items()}
+        return reply_to(message, near if partition else diverged)
+
+    result = to_state_dict(run(RotFedAvg(SPEC, anchor=anchor), client_app(answer), theta, clients=4).arrays)
+    assert all(bool(tensor.isfinite().all()) for tensor in result.values())
+
+
 @pytest.mark.parametrize("anchor", ["global", "consensus"])
 @pytest.mark.parametrize("name", BAD_REPLIES)
 def test_a_bad_reply_is_refused_by_node_and_reason_and_the_round_goes_on(name: str, anchor: str) -> None:
