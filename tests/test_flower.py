@@ -336,12 +336,25 @@ def test_replies_are_freed_after_use() -> None:
     assert [sum(len(a) for r in reply.content.array_records.values() for a in r) for reply in replies] == [0, 0, 0]
 
 
+class Wrapper(FedAvg):  # type: ignore[misc]
+    """A strategy around another one, as Flower's own wrappers hold theirs."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__()
+        self.strategy = strategy
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        return self.strategy.aggregate_train(server_round, replies)
+
+
 def test_only_the_global_anchor_goes_with_privacy() -> None:
     inner = DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 3)
     AlignedStrategy(inner, SPEC, anchor="global")
     for anchor in ("medoid", "consensus", "generalized_procrustes"):
-        with pytest.raises(AlignmentError, match="privacy accounting"):
-            AlignedStrategy(inner, SPEC, anchor=anchor)
+        for strategy in (inner, Wrapper(inner), Wrapper(Wrapper(inner))):
+            with pytest.raises(AlignmentError, match="'global' around DifferentialPrivacy.*privacy accounting"):
+                AlignedStrategy(strategy, SPEC, anchor=anchor)
+    assert AlignedStrategy(Wrapper(inner), SPEC).rounds.settings()[1] == ("Anchor", "'global'")
 
 
 def test_a_clip_bound_that_held_before_alignment_holds_after() -> None:

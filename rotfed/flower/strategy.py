@@ -113,7 +113,7 @@ class AlignedStrategy(Strategy):
     ) -> None:
         if not isinstance(inner, Strategy):
             raise TypeError(f"inner: expected a flwr.serverapp.strategy.Strategy, found {type(inner).__name__}")
-        private = type(inner).__name__ if isinstance(inner, _PRIVATE) else ""
+        private = self._private = next((type(one).__name__ for one in chain(inner) if isinstance(one, _PRIVATE)), "")
         self.rounds: ModelRounds | AdapterRounds
         if isinstance(spec, AdapterSpec):
             refuse_options("an adapter", groups=groups, layers=layers, min_gain=min_gain, carry=carry)
@@ -264,7 +264,7 @@ class AlignedStrategy(Strategy):
         for first, *others in _tied(self._broadcast, models):
             # Noise of a privacy mechanism would part weights that the model shares.
             params.update({name: params[first] for name in others})
-        if not isinstance(self.inner, _PRIVATE):
+        if not self._private:
             shares = normalised_weights(len(models), weights)
             buffers = [name for name, tensor in self._broadcast.items() if not tensor.is_floating_point()]
             params.update({name: mean_tensor(name, [model[name] for model in models], shares) for name in buffers})
