@@ -648,6 +648,25 @@ def test_rounds_of_clients_that_lie_a_little_apart_run_as_without_alignment_and_
     assert relative_distance(delivered[2], plain[2]) > 1e-3
 
 
+def test_a_delivered_model_is_known_by_its_values_and_what_was_changed_of_it_is_sent() -> None:
+    plain_sent, _ = rounds_of(FedAvg())
+    strategy, grid = RotFedAvg(SPEC), InProcessGrid(client_app(apart), 4)
+
+    def sent(arrays: ArrayRecord) -> dict[str, Tensor]:
+        random.seed(0)
+        messages = list(strategy.configure_train(1, arrays, ConfigRecord(), grid))
+        return to_state_dict(messages[0].content.array_records["arrays"])
+
+    random.seed(0)
+    messages = list(strategy.configure_train(1, to_record(THETA), ConfigRecord(), grid))
+    delivered, _ = strategy.aggregate_train(1, grid.send_and_receive(messages))
+    assert delivered is not None
+    for arrays in (delivered, to_record(to_state_dict(delivered)), copy.deepcopy(delivered)):
+        assert same(sent(arrays), plain_sent[1])
+    delivered[BIAS] = to_record({BIAS: THETA[BIAS] + 1})[BIAS]
+    assert same(sent(delivered), to_state_dict(delivered))
+
+
 def test_models_in_frames_of_their_own_are_carried_on_aligned() -> None:
     strategy = RotFedAvg(SPEC)
     sent, delivered = rounds_of(strategy, lambda message, partition: reply_to(message, turned(partition)))

@@ -162,7 +162,7 @@ class AlignedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remember the model that goes out, and let the inner strategy choose to whom."""
-        if self._last is not None and arrays is self._last[0]:
+        if self._last is not None and arrays == self._last[0]:
             arrays = self._last[1]
         self._broadcast = self.rounds.begin(server_round, to_state_dict(arrays), config)
         self.spec.resolve(self._broadcast)
@@ -195,7 +195,8 @@ class AlignedStrategy(Strategy):
             metrics.update(report.metrics())
             self.rounds.settle()
             delivered = to_record(self._typed(self.rounds.deliver(to_state_dict(arrays))))
-            self._last = delivered, arrays
+            # A copy, by value: whoever drives the rounds may copy what was delivered, and may change it.
+            self._last = ArrayRecord(dict(delivered.items())), arrays
             arrays = delivered
         self._sent = []
         return arrays, metrics
