@@ -67,7 +67,7 @@ def align(
     check_options(strength, max_sweeps)
     if not (isinstance(anchor, Anchor) and anchor.spec == spec):
         anchor = Anchor(anchor, spec)
-    numbers, chosen = _chosen(spec, groups, layers)
+    numbers, chosen = select(spec, groups, layers)
     resolution = spec.resolve(source)
     if _layout(resolution) != _layout(anchor.resolution):
         raise AlignmentError(
@@ -110,7 +110,7 @@ def identity_share(
     layers: Iterable[int] | None = None,
 ) -> float:
     """The share of the permutations that `align` uses under these options, in a model laid out so, that do nothing."""
-    numbers, chosen = _chosen(transform.spec, groups, layers)
+    numbers, chosen = select(transform.spec, groups, layers)
     used = {
         (action.group.name, block.layer if action.group.layered else ...)
         for block in resolution.blocks
@@ -125,7 +125,7 @@ def identity_share(
     return float(torch.cat(hits).double().mean())
 
 
-def _chosen(
+def select(
     spec: SymmetrySpec, groups: Iterable[str] | None, layers: Iterable[int] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The layers and groups that the options of `align` choose."""

@@ -352,7 +352,7 @@ def test_only_the_global_anchor_goes_with_privacy() -> None:
     AlignedStrategy(inner, SPEC, anchor="global")
     for anchor in ("medoid", "consensus", "generalized_procrustes"):
         for strategy in (inner, Wrapper(inner), Wrapper(Wrapper(inner))):
-            with pytest.raises(AlignmentError, match="'global' around DifferentialPrivacy.*privacy accounting"):
+            with pytest.raises(AlignmentError, match=r"'global' around DifferentialPrivacy.*privacy accounting"):
                 AlignedStrategy(strategy, SPEC, anchor=anchor)
     assert AlignedStrategy(Wrapper(inner), SPEC).rounds.settings()[1] == ("Anchor", "'global'")
 
@@ -599,6 +599,13 @@ def test_the_residual_stream_turns_back_too_and_what_clients_get_computes_the_sa
     assert change_of_function(model, theta, result, inputs) < 1e-4
     plain = to_state_dict(run(FedAvg(), client_app(answer), sent[0], clients=3).arrays)
     assert change_of_function(model, theta, plain, inputs) > 0.1
+
+
+def test_in_some_layers_what_all_layers_share_is_neither_judged_nor_said_to_be_aligned() -> None:
+    spec = rotfed.load_spec(EXAMPLES["vit"].model("ViTForImageClassification"), residual=True)
+    assert dict(RotFedAvg(spec).rounds.settings())["Groups"].startswith("residual, heads")
+    some, named = RotFedAvg(spec, layers=[0]), RotFedAvg(spec, layers=[0], groups=[*spec.groups][1:])
+    assert some.rounds.settings() == named.rounds.settings()
 
 
 def apart(message: Message, partition: int) -> Message:

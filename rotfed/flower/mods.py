@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rotfed.adapters import AdapterSpec, aggregate_adapters
 from rotfed.adapters.aggregate import check_rotation
-from rotfed.align import check_options
+from rotfed.align import check_options, select
 from rotfed.descent import Anchor
 from rotfed.errors import AlignmentError, RecordError, SpecError
 from rotfed.evidence import MIN_GAIN, align_where_frames_differ, check_min_gain
@@ -46,9 +46,10 @@ def align_options(
     check_options(strength, max_sweeps)
     if not isinstance(proper, bool):
         raise AlignmentError(f"proper: expected True or False, found {proper!r}")
+    numbers, chosen = select(spec, groups, layers)
     return {
-        "groups": spec.select_groups(groups),
-        "layers": spec.select_layers(layers),
+        "groups": chosen,
+        "layers": numbers,
         "proper": proper,
         "strength": strength,
         "max_sweeps": max_sweeps,
