@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import ttest_1samp
 
 import client.app
+from simulations.bench import runs
 from simulations.bench.anatomy import WAYS, dissect
 from simulations.bench.cells import ANATOMY, FULL, METHODS, PAIRS, SMALL, Cell
 from simulations.bench.report import MARKS, page, readme_table, with_table
@@ -56,8 +57,27 @@ def test_what_is_kept_is_not_trained_again_and_changes_nothing(tmp_path: Path, m
     assert first["accuracy"] == again["accuracy"] == control["accuracy"] and first["loss"] == control["loss"]
     assert len(aligned["gain"]) == 2 and all(gain > 0 for gain in aligned["gain"])
     assert control["groups"] == [[], []]
-    other = run(sampled, "FedAvg", 1, places(tmp_path))
+    other = run(sampled, "FedAvg", 2, places(tmp_path))
     assert len(trained) == 16 and other["accuracy"] != first["accuracy"]
+
+
+def test_half_a_kept_reply_is_trained_again_and_processes_keep_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = cell(epochs=1, rounds=1)
+    written, save = set(), runs.save_file
+
+    def note(tensors: Any, filename: Path, metadata: Any) -> None:
+        written.add(filename.name)
+        save(tensors, filename, metadata)
+
+    monkeypatch.setattr(runs, "save_file", note)
+    first = run(short, "FedAvg", 0, places(tmp_path))
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    for count, kept in enumerate(sorted((tmp_path / "replies").iterdir())):
+        kept.write_bytes(kept.read_bytes()[: 100 * count])
+    assert run(short, "FedAvg", 0, places(tmp_path))["accuracy"] == first["accuracy"]
+    assert len(written) == 2 * 4
 
 
 def test_a_model_of_another_size_is_made_from_its_name(tmp_path: Path) -> None:

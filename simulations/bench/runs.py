@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 import tempfile
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 import transformers
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import client.app
@@ -86,11 +88,11 @@ class KeptReplies:
         if not message.metadata.message_type.startswith("train"):
             return self._app(message, context)
         path = self._folder / f"{_digest(message, context)}.safetensors"
-        if path.exists():
-            with safe_open(path, "pt") as file:
-                # In the order of a fresh reply, which the file does not keep and the next round's digest depends on.
-                params = {name: file.get_tensor(name) for name in message.content.array_records["arrays"]}
-                kept = json.loads(file.metadata()["reply"])
+        # A machine that goes down can leave half a file.
+        with suppress(FileNotFoundError, SafetensorError), safe_open(path, "pt") as file:
+            # In the order of a fresh reply, which the file does not keep and the next round's digest depends on.
+            params = {name: file.get_tensor(name) for name in message.content.array_records["arrays"]}
+            kept = json.loads(file.metadata()["reply"])
             content = RecordDict({"arrays": to_record(params), "metrics": MetricRecord(kept["metrics"])})
             content[IDENTITY] = ConfigRecord(kept["identity"])
             return Message(content, reply_to=message)
@@ -98,7 +100,8 @@ class KeptReplies:
         if not reply.has_error():
             records = {"metrics": dict(reply.content["metrics"]), "identity": dict(reply.content[IDENTITY])}
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".part")
+            # Cells share replies, and two processes may be at the same one.
+            temporary = path.with_suffix(f".{os.getpid()}.part")
             save_file(to_state_dict(reply.content.array_records["arrays"]), temporary, {"reply": json.dumps(records)})
             temporary.replace(path)
         return reply
