@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import ttest_1samp
 
 import client.app
+from server.grid import RoundFailedError
 from simulations.bench import runs
 from simulations.bench.anatomy import WAYS, dissect
 from simulations.bench.cells import ANATOMY, FULL, METHODS, PAIRS, SMALL, Cell
@@ -59,6 +60,18 @@ def test_what_is_kept_is_not_trained_again_and_changes_nothing(tmp_path: Path, m
     assert control["groups"] == [[], []]
     other = run(sampled, "FedAvg", 2, places(tmp_path))
     assert len(trained) == 16 and other["accuracy"] != first["accuracy"]
+
+
+def test_a_run_in_which_one_client_fails_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = client.app.train_model
+
+    def fail_once(*arguments: Any, **keywords: Any) -> float:
+        monkeypatch.setattr(client.app, "train_model", train)
+        raise FloatingPointError("training loss is nan")
+
+    monkeypatch.setattr(client.app, "train_model", fail_once)
+    with pytest.raises(RoundFailedError, match="a client failed: training loss is nan"):
+        run(cell(epochs=1, rounds=1), "FedAvg", 0, places(tmp_path))
 
 
 def test_half_a_kept_reply_is_trained_again_and_processes_keep_apart(

@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import client.app
 import server.app
 from client.app import IDENTITY
 from rotfed.flower import to_record, to_state_dict
+from server.grid import RoundFailedError, error_text
 from simulations.bench.cells import METHODS, Cell, Value
 from simulations.grid import InProcessGrid
 
@@ -124,10 +125,21 @@ def config_of(cell: Cell, method: str, seed: int) -> dict[str, Value]:
     return {**DEFAULTS, **cell.config, **METHODS[method], "seed": seed}
 
 
+class AllAnswer(InProcessGrid):
+    """A grid that ends the run where a client fails: FedAvg would go on without it, and average something else."""
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """As in an `InProcessGrid`. Raises RoundFailedError, with what the client said."""
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        for failed in filter(Message.has_error, replies):
+            raise RoundFailedError(f"a client failed: {error_text(failed.error.reason or '')}")
+        return replies
+
+
 def grid_of(cell: Cell, places: Places, config: Mapping[str, Value]) -> InProcessGrid:
     """The cell's clients in this process."""
     app: Any = KeptReplies(client.app.app, places.kept / "replies")
-    return InProcessGrid(app, cell.clients, config)
+    return AllAnswer(app, cell.clients, config)
 
 
 def run(cell: Cell, method: str, seed: int, places: Places) -> dict[str, Any]:
