@@ -99,6 +99,23 @@ def test_a_model_of_another_size_is_made_from_its_name(tmp_path: Path) -> None:
     assert made["config"]["model"] == "vit-32-2" and (tmp_path / "vit-32-2-3" / "config.json").exists()
 
 
+def test_a_model_is_made_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model": "vit-32-2", "seed": 3}
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.ViTForImageClassification.save_pretrained", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            places(tmp_path).resolve(config)
+    folder = Path(str(places(tmp_path).resolve(config)["model"]))
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def interrupted(self: Any, folder: Path) -> None:
+    """What a kill leaves of a saved model."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{")
+    raise KeyboardInterrupt
+
+
 def test_a_first_round_is_taken_apart_from_the_models_of_the_runs(tmp_path: Path) -> None:
     run(cell(), "FedAvg", 0, places(tmp_path))
     kept = len(list((tmp_path / "replies").iterdir()))

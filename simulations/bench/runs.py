@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -69,7 +70,13 @@ class Places:
                 num_labels=10,
             )
             torch.manual_seed(seed)
-            transformers.ViTForImageClassification(config).save_pretrained(folder)
+            # Whole or not at all: a run may be killed here, and another cell may be at the same model.
+            temporary = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+            transformers.ViTForImageClassification(config).save_pretrained(temporary)
+            try:
+                temporary.replace(folder)
+            except OSError:
+                shutil.rmtree(temporary)
         return folder
 
 
