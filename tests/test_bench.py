@@ -11,11 +11,14 @@ from scipy.stats import ttest_1samp
 
 import client.app
 from server.grid import RoundFailedError
+from server.results import write_json
 from simulations.bench import runs
+from simulations.bench.__main__ import main
 from simulations.bench.anatomy import WAYS, dissect
-from simulations.bench.cells import ANATOMY, FULL, METHODS, PAIRS, SMALL, Cell
+from simulations.bench.cells import ANATOMY, FIRST_SEED, FULL, METHODS, PAIRS, SMALL, Cell
 from simulations.bench.report import MARKS, page, readme_table, with_table
 from simulations.bench.runs import Places, run
+from simulations.bench.schedule import _path
 from simulations.bench.statistics import paired
 
 DIGITS = {"dataset": "digits", "train-examples": 300, "batch-size": 32}
@@ -162,6 +165,20 @@ def document(harm: float) -> Mapping[str, Any]:
         result["loss"] = result["accuracy"]
     docs = Path(__file__).parents[1] / "docs" / "benchmark.json"
     return {"environment": json.loads(docs.read_text())["environment"], "runs": results, "anatomy": []}
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 4, 6])
+def test_a_report_can_be_written_at_any_time(kept: int, tmp_path: Path) -> None:
+    ended = document(0.0)["runs"][:kept]
+    (known,) = [cell for cell in FULL if cell.name == "vision, IID, 1 epochs, 4 clients"]
+    for entry in ended:
+        seed = entry["seed"] + FIRST_SEED
+        write_json(_path(tmp_path / "runs", known, entry["method"], seed), {**entry, "seed": seed, "code": ""})
+    main(full=True, jobs=0, results=tmp_path, docs=tmp_path)
+    written = json.loads((tmp_path / "benchmark.json").read_text())["runs"]
+    # A method of which there is one seed has no difference to show.
+    assert len(written) == {0: 0, 1: 0, 3: 2, 4: 4, 6: 6}[kept]
+    assert ("Does it ever harm" in (tmp_path / "benchmark.md").read_text()) == (kept > 3)
 
 
 def test_a_cell_that_falls_below_the_tolerance_is_named() -> None:

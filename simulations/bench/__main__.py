@@ -3,6 +3,8 @@
 import json
 import signal
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,17 +63,24 @@ def main(
 
 
 def _collect(cells: tuple[Cell, ...], results: Path) -> dict[str, Any]:
-    """Every run that has ended, without what all share."""
-    runs = list(read_runs(cells, results / "runs"))
+    """Every run that has ended, without what all share; of one seed alone there is nothing to tell yet."""
+    runs = _repeated(read_runs(cells, results / "runs"), "method")
     shared = ("versions", "hardware", "code", "status", "model", "data")
     document = {
         "environment": {**environment(), "code": sorted({run["code"] for run in runs})},
         "runs": [{key: value for key, value in run.items() if key not in shared} for run in runs],
-        "anatomy": list(read_anatomy(cells, results / "runs")),
+        "anatomy": _repeated(read_anatomy(cells, results / "runs"), "way"),
     }
     if (path := results / "engine.json").exists():
         document["engine"] = json.loads(path.read_text())
     return document
+
+
+def _repeated(found: Iterable[dict[str, Any]], by: str) -> list[dict[str, Any]]:
+    """Those of which a cell has another seed."""
+    listed = list(found)
+    seeds = Counter((entry["cell"], entry[by]) for entry in listed)
+    return [entry for entry in listed if seeds[entry["cell"], entry[by]] > 1]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def draw(document: Mapping[str, Any], folder: Path) -> None:
     """Draw what the document has figures for."""
     runs, anatomy = document["runs"], document["anatomy"]
     four = [run for run in runs if run["cell"].startswith("vision") and "4 clients" in run["cell"]]
-    if four:
+    if cells_of(four, ALIGNED):
         _save(_rounds(four), folder, "benchmark-rounds")
         _save(_heat(four), folder, "benchmark-gain")
     if anatomy:

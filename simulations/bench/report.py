@@ -129,7 +129,8 @@ def _regimes(runs: Sequence[Run]) -> list[str]:
 
 def _harm(runs: Sequence[Run]) -> list[str]:
     same = [run for run in runs if _starts_alike(run)]
-    cells = cells_of(same, ALIGNED)
+    if not (cells := cells_of(same, ALIGNED)):
+        return []
     ends = {cell: differences(same, cell, ALIGNED, PLAIN)[1] for cell in cells}
     worst = min(ends, key=lambda cell: ends[cell].mean)
     unlucky = min(ends, key=lambda cell: ends[cell].worst)
