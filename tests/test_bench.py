@@ -181,6 +181,14 @@ def test_a_report_can_be_written_at_any_time(kept: int, tmp_path: Path) -> None:
     assert ("Does it ever harm" in (tmp_path / "benchmark.md").read_text()) == (kept > 3)
 
 
+def test_an_infinite_gain_is_shown() -> None:
+    found = document(0.0)
+    for entry in found["runs"]:
+        entry["cell"] = "size, Dirichlet 0.5, 10 epochs, 4 clients, width 64, 2 heads"
+    found["runs"][1]["gain"] = [None, 0.5]
+    assert "| inf |" in page(found)
+
+
 def test_a_cell_that_falls_below_the_tolerance_is_named() -> None:
     assert "| IID, 1 epochs, 4 clients | 3 | 2 |" in readme_table(document(0.0))
     assert "No interval reaches below -0.3 points." in readme_table(document(0.002))
