@@ -59,6 +59,8 @@ def test_what_is_kept_is_not_trained_again_and_changes_nothing(tmp_path: Path, m
     control = run(sampled, "control", 0, places(tmp_path))
     assert len(trained) == 8
     assert first["accuracy"] == again["accuracy"] == control["accuracy"] and first["loss"] == control["loss"]
+    run(replace(sampled, rounds=1), "always", 0, places(tmp_path))
+    assert len(trained) == 8
     assert len(aligned["gain"]) == 2 and all(gain > 0 for gain in aligned["gain"])
     assert control["groups"] == [[], []]
     other = run(sampled, "FedAvg", 2, places(tmp_path))
