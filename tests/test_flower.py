@@ -399,6 +399,14 @@ def test_a_model_that_the_spec_does_not_fit_stops_the_run_at_once() -> None:
         run(RotFedAvg(SPEC), TURNED, {n: t for n, t in THETA.items() if n != BIAS})
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_that_is_not_finite_is_not_sent(value: float) -> None:
+    strategy, grid = RotFedAvg(SPEC), InProcessGrid(TURNED, 3)
+    start = to_record({**THETA, BIAS: THETA[BIAS] * value})
+    with pytest.raises(AlignmentError, match=r"layernorm.bias: expected finite values in the model sent out"):
+        strategy.configure_train(1, start, ConfigRecord(), grid)
+
+
 def test_evaluation_goes_through_and_the_summary_names_both(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("flwr")
     logger.propagate = True

@@ -20,6 +20,7 @@ from flwr.serverapp.strategy import (
 from torch import Tensor
 
 from rotfed.adapters import AdapterSpec
+from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError, RecordError
 from rotfed.flower.adapters import RESIDUAL_KEY, AdapterRounds, averages, chain
 from rotfed.flower.models import ModelRounds
@@ -166,6 +167,7 @@ class AlignedStrategy(Strategy):
             arrays = self._last[1]
         self._broadcast = self.rounds.begin(server_round, to_state_dict(arrays), config)
         self.spec.resolve(self._broadcast)
+        check_finite(self._broadcast, "model sent out")
         self._sent = self._narrowed(self.inner.configure_train(server_round, self._widened(), config, grid))
         return self._sent
 
