@@ -196,6 +196,22 @@ def _methods(runs: Sequence[Run]) -> list[str]:
         _row(["cell", "method", "against", "which ends at", "difference, round 1", "at the end", "shown"]),
         _row(["---"] * 7),
         *rows,
+        *_carried(runs),
+    ]
+
+
+def _carried(runs: Sequence[Run]) -> list[str]:
+    """Whether rounds should go on from the aligned average."""
+    found = {cell: differences(runs, cell, "always", ALIGNED)[1] for cell in cells_of(runs, "always")}
+    if not found:
+        return []
+    said = "; ".join(f"{cell}: {difference.text()} ({difference.verdict})" for cell, difference in found.items())
+    return [
+        "",
+        f'Rounds that go on from the aligned average ("always") against RotFedAvg, at the end: {said}. After the first '
+        "round both deliver the same model. The aligned average keeps more of what each client has fitted, which makes it "
+        "the better model and, where clients then train long on few data, no better start; warm starts are known for that "
+        "(arXiv 1910.08475). So RotFedAvg delivers the aligned average and goes on from the plain one.",
     ]
 
 
