@@ -209,9 +209,9 @@ def _carried(runs: Sequence[Run]) -> list[str]:
     return [
         "",
         f'Rounds that go on from the aligned average ("always") against RotFedAvg, at the end: {said}. After the first '
-        "round both deliver the same model. The aligned average keeps more of what each client has fitted, which makes it "
-        "the better model and, where clients then train long on few data, no better start; warm starts are known for that "
-        "(arXiv 1910.08475). So RotFedAvg delivers the aligned average and goes on from the plain one.",
+        "round both deliver the same model. The aligned average keeps more of what each client has fitted: that makes "
+        "it the better model, but no better start where clients then train long on few data, as warm starts are known "
+        "to be (arXiv 1910.08475). So RotFedAvg delivers the aligned average and goes on from the plain one.",
     ]
 
 
