@@ -71,8 +71,8 @@ class AlignedStrategy(Strategy):
         as they came: the rounds run as without alignment, and each delivers the aligned mean. `"aligned"`: what was
         delivered. `"auto"`, the default: plain while clients lie a little apart, as they do that started from one
         model, and aligned where they lie in frames of their own (units changed places, or alignment takes away more
-        than half of the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model,
-        but not the better start where clients train long on few data (docs/benchmark.md).
+        than half of the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model;
+        that it is the better start was not shown (docs/benchmark.md).
     aggregation
         Of adapters only, which are sent and answered as `get_peft_model_state_dict(model)` gives them: what stands for
         the mean of updates, `"optimal"` by default (`"rotation"` around differential privacy, `"mean"` with a frozen

@@ -209,9 +209,13 @@ def _carried(runs: Sequence[Run]) -> list[str]:
     return [
         "",
         f'Rounds that go on from the aligned average ("always") against RotFedAvg, at the end: {said}. After the first '
-        "round both deliver the same model. The aligned average keeps more of what each client has fitted: that makes "
-        "it the better model, but no better start where clients then train long on few data, as warm starts are known "
-        "to be (arXiv 1910.08475). So RotFedAvg delivers the aligned average and goes on from the plain one.",
+        "round both deliver the same model. "
+        + (
+            'Going on from it is a gain in some of these; `carry="aligned"` does so.'
+            if any(difference.verdict == "gain" for difference in found.values())
+            else "The better model is not shown to be the better start, so RotFedAvg delivers the aligned average and goes on "
+            "from the plain one, which leaves the rounds as they are without alignment."
+        ),
     ]
 
 
