@@ -213,8 +213,8 @@ def _carried(runs: Sequence[Run]) -> list[str]:
         + (
             'Going on from it is a gain in some of these; `carry="aligned"` does so.'
             if any(difference.verdict == "gain" for difference in found.values())
-            else "The better model is not shown to be the better start, so RotFedAvg delivers the aligned average and goes on "
-            "from the plain one, which leaves the rounds as they are without alignment."
+            else "The better model is not shown to be the better start, so RotFedAvg delivers the aligned average and "
+            "goes on from the plain one, which leaves the rounds as they are without alignment."
         ),
     ]
 
