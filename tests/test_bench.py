@@ -192,9 +192,9 @@ def test_an_infinite_gain_is_shown() -> None:
 
 
 def test_a_cell_that_falls_below_the_tolerance_is_named() -> None:
-    assert "| IID, 1 epochs, 4 clients | 3 | 2 |" in readme_table(document(0.0))
-    assert "No interval reaches below -0.3 points." in readme_table(document(0.002))
-    assert "reaches below -0.3 points in: IID, 1 epochs, 4 clients." in readme_table(document(0.004))
+    assert "| vision, IID, 1 epochs, 4 clients | 3 | 51.0% | 0 (equal) | 0 (equal) | 2 |" in readme_table(document(0.0))
+    assert "No interval at the end reaches below -0.3 points." in readme_table(document(0.002))
+    assert "reaches below -0.3 points in: vision, IID, 1 epochs, 4 clients." in readme_table(document(0.004))
     assert "| loss |" in page(document(0.004)) and "Frames were found to differ" in page(document(0.004))
 
 

@@ -51,34 +51,28 @@ def page(document: Document) -> str:
 
 def readme_table(document: Document) -> str:
     """What the README shows: the cells in which clients start alike, from one model."""
-    runs = [run for run in document["runs"] if run["cell"].startswith("vision")]
+    runs = [run for run in document["runs"] if _starts_alike(run)]
     rows = []
     for cell in cells_of(runs, ALIGNED):
         first, last = differences(runs, cell, ALIGNED, PLAIN)
-        plain = mean(run["accuracy"][-1] for run in runs_of(runs, cell, PLAIN))
-        rounds = len(runs_of(runs, cell, PLAIN)[0]["accuracy"]) - 1
-        rows.append(_row([_short(cell), str(first.seeds), str(rounds), f"{plain:.1%}", first.text(), last.text()]))
-    named = [_short(cell) for cell in cells_of(runs, ALIGNED) if _below(runs, cell)]
+        loss, _ = differences(runs, cell, ALIGNED, PLAIN, "loss")
+        plain = runs_of(runs, cell, PLAIN)
+        firsts, lasts = (f"{mean(run['accuracy'][at] for run in plain):.1%}" for at in (1, -1))
+        rounds = str(len(plain[0]["accuracy"]) - 1)
+        rows.append(_row([cell, str(first.seeds), firsts, first.text(), _nats(loss), rounds, lasts, last.text()]))
+    named = [cell for cell in cells_of(runs, ALIGNED) if _below(runs, cell)]
+    heads = ["task, split, local epochs, clients", "seeds", "FedAvg, round 1", "RotFedAvg: points", "nats of loss"]
     return "\n".join(
         [
-            _row(
-                [
-                    "split, local epochs, clients",
-                    "seeds",
-                    "rounds",
-                    "FedAvg at the end",
-                    "RotFedAvg against FedAvg, round 1",
-                    "at the end",
-                ]
-            ),
-            _row(["---"] * 6),
+            _row([*heads, "rounds", "FedAvg at the end", "RotFedAvg: points"]),
+            _row(["---"] * 8),
             *rows,
             "",
-            "Points of accuracy with 95% intervals. "
-            + (
-                f"The interval reaches below {100 * TOLERANCE:.1f} points in: {'; '.join(named)}."
+            "Differences with 95% intervals, paired by seed. " + " ".join(_long_and_uneven(runs)),
+            (
+                f"The interval at the end reaches below {100 * TOLERANCE:.1f} points in: {'; '.join(named)}."
                 if named
-                else f"No interval reaches below {100 * TOLERANCE:.1f} points."
+                else f"No interval at the end reaches below {100 * TOLERANCE:.1f} points."
             ),
         ]
     )
@@ -99,33 +93,50 @@ def with_table(readme: str, document: Document) -> str:
 
 def _regimes(runs: Sequence[Run]) -> list[str]:
     same = [run for run in runs if _starts_alike(run)]
+    heads = ["cell", "seeds", "FedAvg by round", "RotFedAvg by round", "difference, round 1", "shown"]
     lines = [
         "## How much, by regime",
         "",
-        _row(["cell", "seeds", "FedAvg by round", "RotFedAvg by round", "difference, round 1", "at the end", "shown"]),
-        _row(["---"] * 7),
+        _row([*heads, "in loss, nats", "shown", "at the end", "shown"]),
+        _row(["---"] * 10),
     ]
     verdicts: dict[str, list[str]] = {}
     for cell in cells_of(same, ALIGNED):
         first, last = differences(same, cell, ALIGNED, PLAIN)
+        loss, _ = differences(same, cell, ALIGNED, PLAIN, "loss")
         verdicts.setdefault(f"{first.verdict} in round 1", []).append(cell)
         verdicts.setdefault(f"{last.verdict} at the end", []).append(cell)
-        lines.append(
-            _row(
-                [
-                    cell,
-                    str(first.seeds),
-                    _by_round(runs_of(same, cell, PLAIN)),
-                    _by_round(runs_of(same, cell, ALIGNED)),
-                    first.text(),
-                    last.text(),
-                    last.verdict,
-                ]
-            )
-        )
+        by_round = [_by_round(runs_of(same, cell, method)) for method in (PLAIN, ALIGNED)]
+        shown = [first.text(), first.verdict, _nats(loss), _lower(loss), last.text(), last.verdict]
+        lines.append(_row([cell, str(first.seeds), *by_round, *shown]))
     total = len(cells_of(same, ALIGNED))
     said = "; ".join(f"{len(cells)} of {total}: {verdict}" for verdict, cells in verdicts.items())
-    return [*lines, "", f"Cells in which all clients start from one model: {said}."]
+    return [
+        *lines,
+        "",
+        f"Accuracy in cells whose clients all start from one model: {said}.",
+        "",
+        *_long_and_uneven(same),
+    ]
+
+
+def _long_and_uneven(runs: Sequence[Run]) -> list[str]:
+    """The cells in which the gain is expected, taken together."""
+    aligned = [run for run in runs if run["method"] == ALIGNED and _is_long_and_uneven(run["cell"])]
+    if len(aligned) < 2:
+        return []
+    plain = [_one(runs, run["cell"], PLAIN, run["seed"]) for run in aligned]
+    points = paired([run["accuracy"][1] for run in aligned], [run["accuracy"][1] for run in plain])
+    loss = paired([run["loss"][1] for run in aligned], [run["loss"][1] for run in plain])
+    return [
+        f"Long training on uneven data (Dirichlet 0.5 and 0.1, 10 local epochs or more), {points.seeds} runs together, "
+        f"after round 1: {points.text()} points ({points.verdict}), {_nats(loss)} nats of loss ({_lower(loss)})."
+    ]
+
+
+def _is_long_and_uneven(cell: str) -> bool:
+    _, split, epochs, *_ = cell.split(", ")
+    return split in ("Dirichlet 0.5", "Dirichlet 0.1") and int(epochs.split()[0]) >= 10
 
 
 def _harm(runs: Sequence[Run]) -> list[str]:
@@ -424,12 +435,12 @@ def _one(runs: Iterable[Run], cell: str, method: str, seed: int) -> Run:
     return next(run for run in runs_of(runs, cell, method) if run["seed"] == seed)
 
 
-def differences(runs: Sequence[Run], cell: str, method: str, plain: str) -> tuple[Difference, Difference]:
-    """Accuracy of one method minus that of another, after the first round and after the last."""
+def differences(
+    runs: Sequence[Run], cell: str, method: str, plain: str, figure: str = "accuracy"
+) -> tuple[Difference, Difference]:
+    """Accuracy (or loss) of one method minus that of another, after the first round and after the last."""
     pairs = [(run, _one(runs, cell, plain, run["seed"])) for run in runs_of(runs, cell, method)]
-    first, last = (
-        paired([a["accuracy"][at] for a, _ in pairs], [b["accuracy"][at] for _, b in pairs]) for at in (1, -1)
-    )
+    first, last = (paired([a[figure][at] for a, _ in pairs], [b[figure][at] for _, b in pairs]) for at in (1, -1))
     return first, last
 
 
@@ -444,6 +455,15 @@ def _against_plain(anatomy: Sequence[Run], found: Sequence[Run], figure: str = "
 
 def _between(ones: Sequence[Run], others: Sequence[Run]) -> Difference:
     return paired([r["accuracy"] for r in ones], [r["accuracy"] for r in others])
+
+
+def _nats(difference: Difference) -> str:
+    return difference.text(1.0, 3)
+
+
+def _lower(difference: Difference) -> str:
+    """The verdict of what is better the lower it is."""
+    return {"gain": "loss", "loss": "gain"}.get(difference.verdict, difference.verdict)
 
 
 def _by_round(runs: Sequence[Run], start: bool = False) -> str:
