@@ -42,7 +42,9 @@ def _rounds(runs: Sequence[Run]) -> Figure:
     cells = cells_of(runs, ALIGNED)
     columns = min(4, len(cells))
     rows = -(-len(cells) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.6 * rows), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(3.2 * columns, 2.6 * rows), sharey=True, squeeze=False, layout="constrained"
+    )
     for axis in axes.flat[len(cells) :]:
         axis.set_visible(False)
     for axis, cell in zip(axes.flat, cells, strict=False):
@@ -64,7 +66,7 @@ def _rounds(runs: Sequence[Run]) -> Figure:
 
 def _heat(runs: Sequence[Run]) -> Figure:
     """The gain over split and local epochs, after the first round and after the last."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     found = {(run["cell"].split(", ")[1], int(run["cell"].split(", ")[2].split()[0])): run["cell"] for run in runs}
     for axis, which, title in zip(axes, (0, 1), ("after round 1", "after the last round"), strict=True):
         table = np.full((len(SPLITS), len(EPOCHS)), np.nan)
@@ -88,7 +90,9 @@ def _layers(anatomy: Sequence[Run]) -> Figure:
     """What alignment leaves of the spread, by layer."""
     found = [result for result in anatomy if "layers" in result]
     cells = list(dict.fromkeys(result["cell"] for result in found))
-    figure, axes = plt.subplots(1, len(cells), figsize=(3.2 * len(cells), 2.8), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(cells), figsize=(3.2 * len(cells), 2.8), sharey=True, squeeze=False, layout="constrained"
+    )
     for axis, cell in zip(axes[0], cells, strict=True):
         for kind, style in LAYER_STYLES.items():
             values = np.array([result["layers"][kind] for result in found if result["cell"] == cell])
@@ -106,7 +110,7 @@ def _barriers(anatomy: Sequence[Run]) -> Figure:
     """The loss along the line between the first two clients, means over seeds."""
     found = [result for result in anatomy if "barriers" in result]
     cells = list(dict.fromkeys(result["cell"] for result in found))
-    figure, axes = plt.subplots(1, len(cells), figsize=(3.2 * len(cells), 2.8), squeeze=False)
+    figure, axes = plt.subplots(1, len(cells), figsize=(3.2 * len(cells), 2.8), squeeze=False, layout="constrained")
     for axis, cell in zip(axes[0], cells, strict=True):
         for kind, style in LINE_STYLES.items():
             losses = np.array([r["barriers"][kind]["losses"] for r in found if r["cell"] == cell])

@@ -117,6 +117,10 @@ def _regimes(runs: Sequence[Run]) -> list[str]:
         f"Accuracy in cells whose clients all start from one model: {said}.",
         "",
         *_long_and_uneven(same),
+        "",
+        "![Accuracy by round](benchmark-rounds.svg)",
+        "",
+        "![Points gained, by split and local epochs](benchmark-gain.svg)",
     ]
 
 
