@@ -4,6 +4,7 @@
 # make merging ARGS="--images ... --plays ..."   merge parties' own models by every method; docs/merging-results.md (hours)
 # make bench ARGS="--images ..."   FedAvg against RotFedAvg in some regimes, in half an hour; results/bench/benchmark.md
 # make bench-full ARGS="--images ... --bbc ... --minilm ... --plays ..."   all of it (hours); docs/benchmark.md, README
+# make lora ARGS="--bbc ... --minilm ... --plays ..."   federated LoRA by every method; docs/lora-results.md (an hour)
 # make lint   style and types
 # make clean  remove .venv and caches
 # Each sets up .venv first where it is missing or older than what it is made from.
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test architectures merging bench bench-full lint clean
+.PHONY: demo test architectures merging bench bench-full lora lint clean
 
 demo: $(READY)
 	@$(BIN)/python -m simulations.demo $(ARGS)
@@ -32,6 +33,9 @@ bench: $(READY)
 
 bench-full: $(READY)
 	@$(BIN)/python -m simulations.bench --full --engine $(ARGS)
+
+lora: $(READY)
+	@$(BIN)/python -m simulations.lora $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

