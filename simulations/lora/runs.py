@@ -67,20 +67,30 @@ def train(message: Message, context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-class Kept(KeptReplies):
-    """Kept replies that know a residual: with another one, the same adapter is trained to another end."""
+class FirstRoundKept:
+    """A ClientApp that trains a first round once for all methods with equal training; only there do they get the same.
+
+    Beside the adapter, later rounds depend on the residual, which is not what `KeptReplies` knows a message by.
+    """
+
+    def __init__(self, kept: Path) -> None:
+        self._kept = KeptReplies(app, kept)
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer from what is kept, else train and keep it."""
-        if (residual := message.content.array_records.get(RESIDUAL_KEY)) is not None:
-            digest = hashlib.sha256(b"".join(array.data for array in residual.values())).hexdigest()
-            message.content.config_records["config"][RESIDUAL_KEY] = digest
-        return super().__call__(message, context)
+        """Answer from what is kept in the first round, train in all others."""
+        first = message.content.config_records["config"]["server-round"] == 1
+        return (self._kept if first else app)(message, context)
 
 
 def resolved(cell: Cell, seed: int, places: Places) -> dict[str, Value]:
-    """The run config of the cell's clients, with the paths of this machine."""
-    return {**places.resolve(cell.config(seed)), "kept": str(places.kept)}
+    """The run config of the cell's clients, with the paths of this machine, and the code that replies are kept for."""
+    return {**places.resolve(cell.config(seed)), "kept": str(places.kept), "code": _code()}
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join([fingerprint().encode(), *(path.read_bytes() for path in files)])).hexdigest()[:12]
 
 
 def task_of(config: Mapping[str, Value]) -> Task:
@@ -130,8 +140,8 @@ def run(cell: Cell, method: str, seed: int, places: Places) -> dict[str, Any]:
             measured.append({"accuracy": found.accuracy, "loss": found.loss})
 
     seed_everything(seed, 0)
-    kept: Any = Kept(app, places.kept / "replies")
-    grid = OrderedGrid(InProcessGrid(kept, CLIENTS, config))
+    clients: Any = FirstRoundKept(places.kept / "replies")
+    grid = OrderedGrid(InProcessGrid(clients, CLIENTS, config))
     start = get_peft_model_state_dict(task.model)
     result = strategy.start(grid, to_record(start), num_rounds=ROUNDS, evaluate_fn=measure)
     reports = [report.to_dict() for report in strategy.reports]
@@ -147,7 +157,7 @@ def run(cell: Cell, method: str, seed: int, places: Places) -> dict[str, Any]:
         "config": {key: value for key, value in cell.config(seed).items() if value != DEFAULTS.get(key)},
         "examples": [len(examples) for examples in task.clients],
         "held_out": len(task.held_out),
-        "code": fingerprint(),
+        "code": _code(),
         **environment(),
         **{key: [entry[key] for entry in measured] for key in ("accuracy", "loss")},
         **{key: [report[key] for report in reports] for key in ("error", "mean_error")},

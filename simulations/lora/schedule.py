@@ -4,12 +4,14 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -68,11 +70,12 @@ def _ended(unit: Unit, folder: Path) -> bool:
 
 
 def _set_up() -> None:
-    import datasets
-
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
     logging.getLogger("flwr").setLevel(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # PEFT reads an attribute of models that transformers has renamed.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 def _prepare(unit: Unit, places: Places) -> None:
