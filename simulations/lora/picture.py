@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from simulations.lora.cells import MEAN, METHODS
 from simulations.lora.page import FIGURES
@@ -42,6 +42,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
                 values = [run[key] for run in found if run["method"] == method]
                 if values and method in STYLES:
                     _line(axis, method, values)
+            if key == "accuracy":
+                axis.yaxis.set_major_formatter(PercentFormatter(1.0, 0))
             axis.set_ylabel({"error": "aggregation error"}.get(key, key))
             axis.grid(alpha=0.3)
         axes[0][column].set_title(cell.removesuffix(f", rank {RANK}"), fontsize=11)
