@@ -1,6 +1,8 @@
 """Run what has not been run, and write down what came out."""
 
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,8 @@ def main(
     output: Annotated[Path, typer.Option(help="The JSON file; page and picture lie beside it.")] = DOCS / "lora.json",
 ) -> None:
     """Run every method in every cell with every seed, unless it has been run, and write about all that have ended."""
+    # A polite kill must end the workers, and write down what there is, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     cells = [replace(cell, seeds=min(seeds, cell.seeds)) for cell in CELLS if only in cell.name]
     folders = {"bbc": bbc, "minilm": minilm, "plays": plays}
     for cell in cells:
@@ -54,17 +58,14 @@ def write(output: Path, runs: Sequence[dict[str, Any]]) -> None:
     """The JSON file, a run a line, and the page and the picture out of it."""
     if not runs:
         return
-    common = {
-        "versions": runs[-1]["versions"],
-        "hardware": runs[-1]["hardware"],
+    document = {
+        **{key: runs[-1][key] for key in ("versions", "hardware")},
         "code": sorted({run["code"] for run in runs}),
         "cells": {run["cell"]: {k: v for k, v in run["config"].items() if k != "seed"} for run in runs},
+        "runs": [{key: _short(value) for key, value in run.items() if key not in _ONCE} for run in runs],
     }
-    lines = [json.dumps({key: _short(value) for key, value in run.items() if key not in _ONCE}) for run in runs]
-    head = json.dumps(common, indent=1).removesuffix("\n}")
-    text = f'{head},\n "runs": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
-    output.write_text(text, encoding="utf-8")
-    document = json.loads(text)
+    text = json.dumps(document, separators=(",", ":")).replace('{"cell"', '\n{"cell"')
+    output.write_text(text + "\n", encoding="utf-8")
     output.with_name(f"{output.stem}-results.md").write_text(page(document), encoding="utf-8")
     draw(document, output.with_suffix(".svg"))
 

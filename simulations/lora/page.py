@@ -1,11 +1,10 @@
 """The page of results: `docs/lora-results.md`, written from `docs/lora.json` alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from scipy.stats import t
-
+from simulations.bench.statistics import Difference, paired
 from simulations.lora.cells import ALPHA, CELLS, FIRST_SEED, MEAN, METHODS
 
 Run = Mapping[str, Any]
@@ -14,14 +13,6 @@ Runs = Sequence[Run]
 
 # Task -> the figure that is compared, what one unit of it is multiplied by, digits, and whether more is better.
 FIGURES = {"text": ("accuracy", 100.0, 1, True), "language": ("loss", 1.0, 4, False)}
-
-
-def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The ends of the 95% interval of a mean, by Student's t; of one value, all numbers."""
-    if len(differences) < 2:
-        return float("-inf"), float("inf")
-    half = float(t.ppf(0.975, len(differences) - 1)) * stdev(differences) / len(differences) ** 0.5
-    return mean(differences) - half, mean(differences) + half
 
 
 def page(document: Document) -> str:
@@ -67,9 +58,11 @@ def _verdicts(runs: Runs) -> list[str]:
         shown: dict[str, list[str]] = {"better": [], "worse": [], "": []}
         for name in _cells(runs):
             found = [run for run in runs if run["cell"] == name]
+            better = FIGURES[found[0]["task"]][3]
             for method in _methods(found):
-                if method != MEAN and len(differences(found, method, number)) > 1:
-                    shown[verdict(found, method, number)].append(f"{method} ({name})")
+                if change := difference(found, method, number):
+                    kind = {"gain": "better" if better else "worse", "loss": "worse" if better else "better"}
+                    shown[kind.get(change.verdict, "")].append(f"{method} ({name})")
         total = sum(map(len, shown.values()))
         if total:
             said = [
@@ -81,19 +74,11 @@ def _verdicts(runs: Runs) -> list[str]:
     return [*lines, "", "By chance alone, one interval in twenty leaves zero out."] if lines else []
 
 
-def differences(runs: Runs, method: str, number: int) -> list[float]:
-    """What a method's figure is above that of the mean of factors after a round, seed by seed."""
+def difference(runs: Runs, method: str, number: int) -> Difference | None:
+    """A method's figure minus that of the mean of factors after a round, paired by seed; None of fewer than two."""
     figure = FIGURES[runs[0]["task"]][0]
-    base = {run["seed"]: run[figure][number] for run in _of(runs, MEAN)}
-    return [run[figure][number] - base[run["seed"]] for run in _of(runs, method) if run["seed"] in base]
-
-
-def verdict(runs: Runs, method: str, number: int) -> str:
-    """Whether the interval says "better" or "worse", or holds zero and says nothing."""
-    low, high = interval(differences(runs, method, number))
-    if low <= 0 <= high:
-        return ""
-    return "better" if (low > 0) == FIGURES[runs[0]["task"]][3] else "worse"
+    ones, others = ([run[figure][number] for run in _of(runs, name)] for name in (method, MEAN))
+    return paired(ones, others) if method != MEAN and len(ones) > 1 else None
 
 
 def _text(config: Mapping[str, Any], held_out: int) -> list[str]:
@@ -124,14 +109,12 @@ def _table(name: str, runs: Runs) -> list[str]:
     figure, scale, digits, _ = FIGURES[runs[0]["task"]]
     seeds = sorted({run["seed"] for run in runs})
 
-    def difference(method: str, number: int) -> str:
-        found = differences(runs, method, number)
-        if method == MEAN or len(found) < 2:
-            return ""
-        low, high = interval(found)
-        middle, *ends = (f"{scale * value:+.{digits}f}" for value in (mean(found), low, high))
-        inside = "{} to {}".format(*ends)
-        return f"no difference shown ({inside})" if low <= 0 <= high else f"**{middle}** ({inside})"
+    def shown(method: str, number: int) -> str:
+        change = difference(runs, method, number)
+        text = change.text(scale, digits) if change else ""
+        if change and change.verdict not in ("gain", "loss"):
+            return f"no difference shown: {text}"
+        return text
 
     return [
         f"### {name.split(', ', 1)[1]}",
@@ -146,8 +129,8 @@ def _table(name: str, runs: Runs) -> list[str]:
                     method,
                     _by_round(_of(runs, method), "error", 1.0, 2),
                     _by_round(_of(runs, method), figure, scale, digits),
-                    difference(method, 0),
-                    difference(method, -1),
+                    shown(method, 0),
+                    shown(method, -1),
                 ]
             )
             for method in _methods(runs)

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +34,23 @@ def run_all(cells: Sequence[Cell], places: Places, folder: Path, jobs: int, cons
     Progress with the time left where a person watches, a line a unit elsewhere.
     """
     listed = [unit for unit in units(cells) if not _ended(unit, folder)]
+    if not listed:
+        return 0
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     failed = 0
-    context = multiprocessing.get_context("spawn")
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        ProcessPoolExecutor(jobs, mp_context=context, initializer=_set_up) as pool,
+        # Ends its processes with the block, however that is left.
+        multiprocessing.get_context("spawn").Pool(jobs, _set_up) as pool,
     ):
         bar = progress.add_task("runs", total=len(listed))
         # What all runs of a task share is made by the first, so that no two processes make it at once.
-        firsts = {cell.task: (cell, seed) for cell, seed in reversed(listed)}
-        for prepared in [pool.submit(_prepare, unit, places) for unit in firsts.values()]:
-            prepared.result()
-        futures = {pool.submit(_run_unit, unit, places, folder): unit for unit in listed}
-        for number, future in enumerate(as_completed(futures), start=1):
-            cell, seed = futures[future]
+        firsts = {unit[0].task: (unit, places) for unit in reversed(listed)}
+        pool.starmap(_prepare, firsts.values())
+        todo = ((unit, places, folder) for unit in listed)
+        for number, ((cell, seed), error, said) in enumerate(pool.imap_unordered(_try, todo), start=1):
+            failed += error
             progress.advance(bar)
-            error = future.exception()
-            failed += error is not None
-            said = f"failed: {type(error).__name__}: {error}" if error else future.result()
             console.print(f"{number}/{len(listed)} {cell.name}, seed {seed}: {said}", highlight=False, soft_wrap=True)
     return failed
 
@@ -81,6 +78,14 @@ def _set_up() -> None:
 def _prepare(unit: Unit, places: Places) -> None:
     cell, seed = unit
     task_of(resolved(cell, seed, places))
+
+
+def _try(todo: tuple[Unit, Places, Path]) -> tuple[Unit, bool, str]:
+    """Run a unit, and say the last figures, or that it failed and why, which does not end the others."""
+    try:
+        return todo[0], False, _run_unit(*todo)
+    except Exception as error:  # what an app raises can be anything
+        return todo[0], True, f"failed: {type(error).__name__}: {error}"
 
 
 def _run_unit(unit: Unit, places: Places, folder: Path) -> str:
