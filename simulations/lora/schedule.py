@@ -68,7 +68,7 @@ def _ended(unit: Unit, folder: Path) -> bool:
 
 def _set_up() -> None:
     torch.set_num_threads(1)
-    logging.getLogger("flwr").setLevel(logging.WARNING)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # PEFT reads an attribute of models that transformers has renamed.
