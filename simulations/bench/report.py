@@ -276,9 +276,38 @@ def _sizes(runs: Sequence[Run]) -> list[str]:
         gains = [run["gain"][0] for run in runs_of(sized, cell, ALIGNED)]
         # JSON has no infinity, which the gain is where units changed places.
         gain = math.inf if None in gains else mean(gains)
-        variant = cell.split("clients, ")[1]
+        variant = _size_of(cell)
         lines.append(_row([variant, str(first.seeds), f"{plain:.1%}", first.text(), f"{gain:.2f}", first.verdict]))
-    return [*lines, "", f"All: {cells[0].split(', width')[0]}."]
+    usual = next((cell for cell in cells if _size_of(cell) == "width 64, 4 heads"), cells[0])
+    said = [
+        f"{_size_of(cell)}, {gained.text()} ({gained.verdict})"
+        for cell in cells
+        if cell != usual and (gained := _more_gained(sized, cell, usual))
+    ]
+    return [
+        *lines,
+        "",
+        f"All: {cells[0].split(', width')[0]}. Points gained beyond {_size_of(usual)}, the apps' own, paired by seed: "
+        + "; ".join(said)
+        + ".",
+    ]
+
+
+def _size_of(cell: str) -> str:
+    return cell.split("clients, ")[1]
+
+
+def _more_gained(runs: Sequence[Run], one: str, other: str) -> Difference:
+    """By how much more alignment gains in one cell than in another, after round 1."""
+    gains = [
+        [
+            run["accuracy"][1] - _one(runs, cell, PLAIN, run["seed"])["accuracy"][1]
+            for run in runs_of(runs, cell, ALIGNED)
+        ]
+        for cell in (one, other)
+    ]
+    shared = min(map(len, gains))
+    return paired(*(gained[:shared] for gained in gains))
 
 
 def _cost(runs: Sequence[Run]) -> list[str]:
