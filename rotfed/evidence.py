@@ -123,7 +123,13 @@ def gains_over_noise(
     """
     spec, numbers = anchor.spec, set(layers)
     discrete = {name for name, group in spec.groups.items() if group.kind.dimension(group.size) == 0}
-    moved = {name for name in discrete if any(_moves(alignment, name) for alignment in aligned)}
+    identity = identity_transform(spec).elements
+    moved = {
+        name
+        for name in discrete
+        for element in (alignment.transform.elements[name] for alignment in aligned)
+        if not torch.equal(element, identity[name].to(element))
+    }
     gains = {}
     for component in spec.components(groups):
         if moved & set(component):
@@ -161,9 +167,3 @@ def _gain(
         return Gain(0.0, 0.0)
     share, dimension = 1 - after / before, sum(dimensions.values())
     return Gain(share, share * numbers / dimension if dimension else 0.0)
-
-
-def _moves(alignment: Alignment, name: str) -> bool:
-    identity = identity_transform(alignment.transform.spec).elements[name]
-    element = alignment.transform.elements[name]
-    return not torch.equal(element, identity.to(element))

@@ -87,6 +87,8 @@ class AdapterRounds:
                 f"aggregation: expected 'mean' where one factor is frozen, found {self.method!r}; the mean of the "
                 "other factor is exact already"
             )
+        # A round delivers what the next one starts from.
+        self.delivered: dict[str, Tensor] = {}
         self.residual: dict[str, Tensor] = {}
         self._left: dict[str, Factors] = {}
         self._ranks: dict[int, dict[str, int]] = {}
@@ -194,10 +196,6 @@ class AdapterRounds:
         """The factors that the round does not train, as they were sent."""
         frozen = [self._frozen(module) for module in self.spec.resolve(self._broadcast)]
         return {name: self._broadcast[name] for name in frozen if name}
-
-    def deliver(self, carried: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a round delivers: the adapter that the next one starts from."""
-        return carried
 
     def settle(self) -> None:
         """Add the round's residual to those before, once the inner strategy has made a model of it."""

@@ -11,7 +11,7 @@ from rotfed.descent import Anchor
 from rotfed.errors import AlignmentError
 from rotfed.evidence import MIN_GAIN, Aligned, align_where_frames_differ, check_min_gain
 from rotfed.flower.mods import align_options, folded
-from rotfed.flower.replies import Received, Usable, match_params
+from rotfed.flower.replies import Received, Usable, floating, match_params
 from rotfed.flower.reports import ClientReport, RoundReport
 from rotfed.mergers import weighted_mean
 from rotfed.spec import SymmetrySpec
@@ -62,7 +62,7 @@ class ModelRounds:
         self.residual: dict[str, Tensor] = {}
         self._round = 0
         self._broadcast: dict[str, Tensor] = {}
-        self._delivered: dict[str, Tensor] = {}
+        self.delivered: dict[str, Tensor] = {}
 
     def settings(self) -> list[tuple[str, str]]:
         """The settings as `summary` logs them."""
@@ -111,7 +111,8 @@ class ModelRounds:
         aligned = found.alignments
         moved: list[Mapping[str, Tensor]] = [alignment.params for alignment in aligned]
         apart = found.groups and self.averages and (self.carry == "plain" or (self.carry == "auto" and not found.far))
-        self._delivered = weighted_mean(map(_floating, moved), weights) if apart else {}
+        # What the round delivers in place of the model that the next one starts from.
+        self.delivered = weighted_mean(map(floating, moved), weights) if apart else {}
         clients = tuple(
             ClientReport(entry.node_id, a.distance_before, a.distance_after, a.identity_permutations)
             for entry, a in zip(usable, aligned, strict=True)
@@ -128,20 +129,12 @@ class ModelRounds:
         )
         return models if apart else moved, report
 
-    def deliver(self, carried: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a round delivers, given the model that the next one starts from."""
-        return {**carried, **self._delivered}
-
     def frozen(self) -> dict[str, Tensor]:
         """All parameters are trained."""
         return {}
 
     def settle(self) -> None:
         """Nothing is left over from a round."""
-
-
-def _floating(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in params.items() if tensor.is_floating_point()}
 
 
 def _span(layers: Sequence[int]) -> str:

@@ -183,6 +183,11 @@ def record_key(reply: Message) -> str:
     return next(iter(reply.content.array_records))
 
 
+def floating(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters without the buffers of whole numbers and flags, which no strategy averages."""
+    return {name: tensor for name, tensor in params.items() if tensor.is_floating_point()}
+
+
 def widened(params: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Parameters with at least the width of `dtype`, so that sums neither overflow nor lose what is small."""
     return {

@@ -26,7 +26,7 @@ from rotfed.flower.adapters import RESIDUAL_KEY, AdapterRounds, averages, chain
 from rotfed.flower.models import ModelRounds
 from rotfed.flower.mods import refuse_options
 from rotfed.flower.records import to_record, to_state_dict
-from rotfed.flower.replies import match_params, record_key, sort_replies, widened
+from rotfed.flower.replies import floating, match_params, record_key, sort_replies, widened
 from rotfed.flower.reports import AdapterReport, RoundReport
 from rotfed.mergers import mean_tensor, normalised_weights
 from rotfed.spec import SymmetrySpec
@@ -186,7 +186,7 @@ class AlignedStrategy(Strategy):
         log(INFO, "aggregate_train: %s", report.line())
         weights = [entry.weight for entry in received.usable]
         for entry, model in zip(received.usable, models, strict=True):
-            entry.reply.content[record_key(entry.reply)] = to_record(widened(_floating(model), torch.float32))
+            entry.reply.content[record_key(entry.reply)] = to_record(widened(floating(model), torch.float32))
         merged, metrics = self.inner.aggregate_train(server_round, received.messages)
         for entry in received.usable:
             # Flower keeps a round's replies until the next round has ended.
@@ -196,10 +196,12 @@ class AlignedStrategy(Strategy):
             metrics = MetricRecord() if metrics is None else metrics
             metrics.update(report.metrics())
             self.rounds.settle()
-            delivered = to_record(self._typed(self.rounds.deliver(to_state_dict(arrays))))
-            # A copy, by value: whoever drives the rounds may copy what was delivered, and may change it.
-            self._last = ArrayRecord(dict(delivered.items())), arrays
-            arrays = delivered
+            self._last = None
+            if self.rounds.delivered:
+                delivered = to_record(self._typed({**to_state_dict(arrays), **self.rounds.delivered}))
+                # A copy, by value: whoever drives the rounds may copy what was delivered, and may change it.
+                self._last = ArrayRecord(dict(delivered.items())), arrays
+                arrays = delivered
         self._sent = []
         return arrays, metrics
 
@@ -222,7 +224,7 @@ class AlignedStrategy(Strategy):
 
     def _widened(self) -> ArrayRecord:
         """A copy of the model sent out as the inner strategy may compute with it."""
-        return to_record(widened(_floating(self._broadcast), torch.float32))
+        return to_record(widened(floating(self._broadcast), torch.float32))
 
     def _narrowed(self, messages: Iterable[Message]) -> list[Message]:
         """The inner strategy's messages with the model in its own types and with its buffers."""
@@ -234,7 +236,7 @@ class AlignedStrategy(Strategy):
             # Strategies give all messages one content.
             content = RecordDict(dict(message.content.items()))
             for key, record in list(content.array_records.items()):
-                if set(record) == set(_floating(self._broadcast)):
+                if set(record) == set(floating(self._broadcast)):
                     # Most strategies send one record to all nodes: pack it once.
                     packed = (id(record), *self.rounds.ranks(node_id))
                     if packed not in done:
@@ -253,7 +255,7 @@ class AlignedStrategy(Strategy):
         self, merged: ArrayRecord, models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]
     ) -> ArrayRecord | None:
         """What the inner strategy made, as a model like the one sent out; None where it is not finite."""
-        expected = _floating(self._broadcast)
+        expected = floating(self._broadcast)
         try:
             params = match_params(to_state_dict(merged), expected)
         except AlignmentError as error:
@@ -300,10 +302,6 @@ class RotFedAvg(AlignedStrategy):
         inner = FedAvg(**fedavg_keywords)
         options = (anchor, groups, layers, proper, strength, max_sweeps, min_gain, carry, aggregation, over, train)
         super().__init__(inner, spec, *options)
-
-
-def _floating(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in params.items() if tensor.is_floating_point()}
 
 
 def _tied(broadcast: Mapping[str, Tensor], models: Sequence[Mapping[str, Tensor]]) -> list[list[str]]:
