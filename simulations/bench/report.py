@@ -9,6 +9,7 @@ import numpy as np
 
 from simulations.bench.cells import ALIGNED, FIRST_SEED, FULL, PAIRS, PLAIN
 from simulations.bench.statistics import Difference, paired
+from simulations.markdown import table_row
 
 Run = Mapping[str, Any]
 Document = Mapping[str, Any]
@@ -59,13 +60,13 @@ def readme_table(document: Document) -> str:
         plain = runs_of(runs, cell, PLAIN)
         firsts, lasts = (f"{mean(run['accuracy'][at] for run in plain):.1%}" for at in (1, -1))
         rounds = str(len(plain[0]["accuracy"]) - 1)
-        rows.append(_row([cell, str(first.seeds), firsts, first.text(), _nats(loss), rounds, lasts, last.text()]))
+        rows.append(table_row([cell, str(first.seeds), firsts, first.text(), _nats(loss), rounds, lasts, last.text()]))
     named = [cell for cell in cells_of(runs, ALIGNED) if _below(runs, cell)]
     heads = ["task, split, local epochs, clients", "seeds", "FedAvg, round 1", "RotFedAvg: points", "nats of loss"]
     return "\n".join(
         [
-            _row([*heads, "rounds", "FedAvg at the end", "RotFedAvg: points"]),
-            _row(["---"] * 8),
+            table_row([*heads, "rounds", "FedAvg at the end", "RotFedAvg: points"]),
+            table_row(["---"] * 8),
             *rows,
             "",
             "Differences with 95% intervals, paired by seed. " + " ".join(_long_and_uneven(runs)),
@@ -97,8 +98,8 @@ def _regimes(runs: Sequence[Run]) -> list[str]:
     lines = [
         "## How much, by regime",
         "",
-        _row([*heads, "in loss, nats", "shown", "at the end", "shown"]),
-        _row(["---"] * 10),
+        table_row([*heads, "in loss, nats", "shown", "at the end", "shown"]),
+        table_row(["---"] * 10),
     ]
     verdicts: dict[str, list[str]] = {}
     for cell in cells_of(same, ALIGNED):
@@ -108,7 +109,7 @@ def _regimes(runs: Sequence[Run]) -> list[str]:
         verdicts.setdefault(f"{last.verdict} at the end", []).append(cell)
         by_round = [_by_round(runs_of(same, cell, method)) for method in (PLAIN, ALIGNED)]
         shown = [first.text(), first.verdict, _nats(loss), _lower(loss), last.text(), last.verdict]
-        lines.append(_row([cell, str(first.seeds), *by_round, *shown]))
+        lines.append(table_row([cell, str(first.seeds), *by_round, *shown]))
     total = len(cells_of(same, ALIGNED))
     said = "; ".join(f"{len(cells)} of {total}: {verdict}" for verdict, cells in verdicts.items())
     return [
@@ -199,7 +200,7 @@ def _methods(runs: Sequence[Run]) -> list[str]:
         for cell in cells_of(runs, method):
             first, last = differences(runs, cell, method, plain)
             at_end = mean(run["accuracy"][-1] for run in runs_of(runs, cell, plain))
-            rows.append(_row([cell, method, plain, f"{at_end:.1%}", first.text(), last.text(), last.verdict]))
+            rows.append(table_row([cell, method, plain, f"{at_end:.1%}", first.text(), last.text(), last.verdict]))
     if not rows:
         return []
     return [
@@ -208,8 +209,8 @@ def _methods(runs: Sequence[Run]) -> list[str]:
         'Each against itself without alignment. "always" aligns every round to the consensus, "global" every round to '
         "the model sent out.",
         "",
-        _row(["cell", "method", "against", "which ends at", "difference, round 1", "at the end", "shown"]),
-        _row(["---"] * 7),
+        table_row(["cell", "method", "against", "which ends at", "difference, round 1", "at the end", "shown"]),
+        table_row(["---"] * 7),
         *rows,
         *_carried(runs),
     ]
@@ -241,8 +242,8 @@ def _own_starts(runs: Sequence[Run]) -> list[str]:
     lines = [
         "## Clients that start from models of their own",
         "",
-        _row(["cell", "method", "seeds", "accuracy by round", "against FedAvg at the end", "shown"]),
-        _row(["---"] * 6),
+        table_row(["cell", "method", "seeds", "accuracy by round", "against FedAvg at the end", "shown"]),
+        table_row(["---"] * 6),
     ]
     for cell in cells_of(own, PLAIN):
         for method in dict.fromkeys(run["method"] for run in own):
@@ -250,7 +251,7 @@ def _own_starts(runs: Sequence[Run]) -> list[str]:
             last = "" if method == PLAIN else differences(own, cell, method, PLAIN)[1]
             shown = last.verdict if isinstance(last, Difference) else ""
             text = last.text() if isinstance(last, Difference) else ""
-            lines.append(_row([cell, method, str(len(found)), _by_round(found, start=True), text, shown]))
+            lines.append(table_row([cell, method, str(len(found)), _by_round(found, start=True), text, shown]))
     return [
         *lines,
         "",
@@ -267,8 +268,8 @@ def _sizes(runs: Sequence[Run]) -> list[str]:
     lines = [
         "## Do more width or more heads raise the gain",
         "",
-        _row(["model", "seeds", "FedAvg", "difference, round 1", "gain over noise", "shown"]),
-        _row(["---"] * 6),
+        table_row(["model", "seeds", "FedAvg", "difference, round 1", "gain over noise", "shown"]),
+        table_row(["---"] * 6),
     ]
     for cell in cells:
         first, _ = differences(sized, cell, ALIGNED, PLAIN)
@@ -277,7 +278,7 @@ def _sizes(runs: Sequence[Run]) -> list[str]:
         # JSON has no infinity, which the gain is where units changed places.
         gain = math.inf if None in gains else mean(gains)
         variant = _size_of(cell)
-        lines.append(_row([variant, str(first.seeds), f"{plain:.1%}", first.text(), f"{gain:.2f}", first.verdict]))
+        lines.append(table_row([variant, str(first.seeds), f"{plain:.1%}", first.text(), f"{gain:.2f}", first.verdict]))
     usual = next((cell for cell in cells if _size_of(cell) == "width 64, 4 heads"), cells[0])
     said = [
         f"{_size_of(cell)}, {gained.text()} ({gained.verdict})"
@@ -314,10 +315,10 @@ def _cost(runs: Sequence[Run]) -> list[str]:
     lines = [
         "## What it costs a round",
         "",
-        _row(
+        table_row(
             ["cell", "training of all clients", "alignment where frames differ", "the test where they do not", "share"]
         ),
-        _row(["---"] * 5),
+        table_row(["---"] * 5),
     ]
     for cell in cells_of(runs, ALIGNED):
         found = runs_of(runs, cell, ALIGNED)
@@ -326,7 +327,7 @@ def _cost(runs: Sequence[Run]) -> list[str]:
         moved, still = ([s for s, m in pairs if m is flag] for flag in (True, False))
         all_ = mean(s for s, _ in pairs)
         lines.append(
-            _row(
+            table_row(
                 [
                     cell,
                     f"{training:.1f} s",
@@ -350,21 +351,21 @@ def _ways(anatomy: Sequence[Run]) -> list[str]:
     ways = list(dict.fromkeys(result["way"] for result in anatomy))
     lines += [
         "",
-        _row(["aligned", *(_short(cell) for cell in cells), "all cells", "loss, all cells", "spread", "seconds"]),
+        table_row(["aligned", *(_short(cell) for cell in cells), "all cells", "loss, all cells", "spread", "seconds"]),
     ]
-    lines.append(_row(["---"] * (len(cells) + 5)))
+    lines.append(table_row(["---"] * (len(cells) + 5)))
     for way in ways:
         found = [result for result in anatomy if result["way"] == way]
         per_cell = [[r for r in found if r["cell"] == cell] for cell in cells]
         if way == "plain":
             shown = [f"{mean(r['accuracy'] for r in rs):.1%}" for rs in per_cell]
-            lines.append(_row(["nothing", *shown, "", "", "1.000", ""]))
+            lines.append(table_row(["nothing", *shown, "", "", "1.000", ""]))
             continue
         shown = [_against_plain(anatomy, rs).text() for rs in per_cell]
         loss = _against_plain(anatomy, found, "loss").text(1.0, 3)
         spread = f"{mean(r['spread'] for r in found):.3f}"
         seconds = f"{mean(r['seconds'] for r in found):.2f}"
-        lines.append(_row([way, *shown, _against_plain(anatomy, found).text(), loss, spread, seconds]))
+        lines.append(table_row([way, *shown, _against_plain(anatomy, found).text(), loss, spread, seconds]))
     early, late, joint, sequential, unscaled = (
         [result for result in anatomy if result["way"] == way]
         for way in (
@@ -410,8 +411,8 @@ def _barriers(anatomy: Sequence[Run]) -> list[str]:
     lines = [
         "## The barrier between two clients",
         "",
-        _row(["cell", "rounds", "plain, nats", "aligned, nats", "difference", "shown"]),
-        _row(["---"] * 6),
+        table_row(["cell", "rounds", "plain, nats", "aligned, nats", "difference", "shown"]),
+        table_row(["---"] * 6),
     ]
     for cell in dict.fromkeys(result["cell"] for result in found):
         barriers = [result["barriers"] for result in found if result["cell"] == cell]
@@ -419,7 +420,9 @@ def _barriers(anatomy: Sequence[Run]) -> list[str]:
         change = paired(aligned, plain)
         verdict = {"gain": "higher", "loss": "lower"}.get(change.verdict, change.verdict)
         lines.append(
-            _row([cell, str(change.seeds), f"{mean(plain):.3f}", f"{mean(aligned):.3f}", change.text(1.0, 3), verdict])
+            table_row(
+                [cell, str(change.seeds), f"{mean(plain):.3f}", f"{mean(aligned):.3f}", change.text(1.0, 3), verdict]
+            )
         )
     return [
         *lines,
@@ -506,7 +509,3 @@ def _by_round(runs: Sequence[Run], start: bool = False) -> str:
 
 def _short(cell: str) -> str:
     return cell.removeprefix("vision, ")
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors import SafetensorError, safe_open
@@ -26,6 +25,7 @@ from rotfed.flower import to_record, to_state_dict
 from server.grid import RoundFailedError, error_text
 from simulations.bench.cells import METHODS, Cell, Value
 from simulations.grid import InProcessGrid
+from simulations.merging.parties import new_vit
 
 _PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 DEFAULTS: dict[str, Value] = tomllib.loads(_PYPROJECT.read_text())["tool"]["flwr"]["app"]["config"]
@@ -58,21 +58,9 @@ class Places:
         folder = self.kept / f"{name}-{seed}"
         if not folder.exists():
             width, heads = map(int, name.split("-")[1:])
-            config: Any = transformers.AutoConfig.for_model(
-                "vit",
-                image_size=28,
-                patch_size=7,
-                num_channels=1,
-                hidden_size=width,
-                num_hidden_layers=4,
-                num_attention_heads=heads,
-                intermediate_size=2 * width,
-                num_labels=10,
-            )
-            torch.manual_seed(seed)
             # Whole or not at all: a run may be killed here, and another cell may be at the same model.
             temporary = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-            transformers.ViTForImageClassification(config).save_pretrained(temporary)
+            new_vit(seed, width, heads).save_pretrained(temporary)
             try:
                 temporary.replace(folder)
             except OSError:

@@ -6,6 +6,7 @@ from typing import Any
 
 from simulations.bench.statistics import Difference, paired
 from simulations.lora.cells import ALPHA, CELLS, FIRST_SEED, MEAN, METHODS
+from simulations.markdown import table_row
 
 Run = Mapping[str, Any]
 Document = Mapping[str, Any]
@@ -121,10 +122,10 @@ def _table(name: str, runs: Runs) -> list[str]:
         "",
         f"Seeds {', '.join(map(str, seeds))}.",
         "",
-        _row(["method", "aggregation error by round", f"{figure} by round", "difference, round 1", "at the end"]),
-        _row(["---"] * 5),
+        table_row(["method", "aggregation error by round", f"{figure} by round", "difference, round 1", "at the end"]),
+        table_row(["---"] * 5),
         *(
-            _row(
+            table_row(
                 [
                     method,
                     _by_round(_of(runs, method), "error", 1.0, 2),
@@ -160,9 +161,9 @@ def _cost(runs: Runs) -> list[str]:
         "base weights, how large that is after the last round: every client is sent it beside the adapter. Training of "
         f"all clients takes {training} a round on one core.",
         "",
-        _row(["method", *(f"{task}, rank {rank}" for task, rank in kinds)]),
-        _row(["---"] * (len(kinds) + 1)),
-        *(_row([method, *(cell(method, kind) for kind in kinds)]) for method in _methods(runs)),
+        table_row(["method", *(f"{task}, rank {rank}" for task, rank in kinds)]),
+        table_row(["---"] * (len(kinds) + 1)),
+        *(table_row([method, *(cell(method, kind) for kind in kinds)]) for method in _methods(runs)),
     ]
 
 
@@ -193,7 +194,3 @@ def _methods(runs: Runs) -> list[str]:
 def _by_round(runs: Runs, key: str, scale: float, digits: int) -> str:
     rounds = zip(*(run[key] for run in runs), strict=True)
     return ", ".join(f"{scale * mean(values):.{digits}f}" for values in rounds)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from simulations.markdown import table_row
 from simulations.merging import language, skewed, vision
 from simulations.merging.parties import new_vit
 
@@ -49,10 +50,10 @@ def _vision(results: Sequence[Result]) -> list[str]:
         "Two parties: all pairs of the first four. Eight parties share 60,000 images, so that each image is held by "
         "two of them. The cost is the CPU time of merging two, as a share of one party's training.",
         "",
-        _row(["method", *(f"{size} parties" for size in sizes), "cost"]),
-        _row(["---"] * (len(sizes) + 2)),
+        table_row(["method", *(f"{size} parties" for size in sizes), "cost"]),
+        table_row(["---"] * (len(sizes) + 2)),
         *(
-            _row([method, *(cell(method, size) for size in sizes), cost(method)])
+            table_row([method, *(cell(method, size) for size in sizes), cost(method)])
             for method in _distinct(results, "method")
         ),
     ]
@@ -70,7 +71,7 @@ def _skewed(results: Sequence[Result]) -> list[str]:
         found = {r["seed"]: r for r in one_shot if (r["method"], r["labelled"]) == (method, labelled)}
         gains = [r["accuracy"] - best[seed] for seed, r in found.items()]
         bytes_ = [r["bytes"] / size for r in found.values() if "bytes" in r]
-        return _row(
+        return table_row(
             [
                 method,
                 "all" if labelled is None else str(labelled),
@@ -99,8 +100,8 @@ def _skewed(results: Sequence[Result]) -> list[str]:
         f"{skewed.LEARNING_RATE}; a party's own training took {min(rows) * 4 // 64:,} to {max(rows) * 4 // 64:,} "
         "steps.",
         "",
-        _row(["method", "labelled", *(f"seed {seed}" for seed in seeds), "above the best party", "traffic"]),
-        _row(["---"] * (len(seeds) + 4)),
+        table_row(["method", "labelled", *(f"seed {seed}" for seed in seeds), "above the best party", "traffic"]),
+        table_row(["---"] * (len(seeds) + 4)),
         *(row(method, labelled) for method, labelled in keys),
     ]
     if federated:
@@ -109,10 +110,10 @@ def _skewed(results: Sequence[Result]) -> list[str]:
             "Then ordinary rounds on all data, plain FedAvg, from the best party's model or from the merged one "
             f"(learned together); {2 * skewed.PARTIES} models' worth of bytes a round. Mean accuracy over the seeds.",
             "",
-            _row(["start", "local steps", "before", *(f"round {n + 1}" for n in range(skewed.FEDERATED_ROUNDS))]),
-            _row(["---"] * (skewed.FEDERATED_ROUNDS + 3)),
+            table_row(["start", "local steps", "before", *(f"round {n + 1}" for n in range(skewed.FEDERATED_ROUNDS))]),
+            table_row(["---"] * (skewed.FEDERATED_ROUNDS + 3)),
             *(
-                _row(
+                table_row(
                     [
                         method,
                         str(steps),
@@ -137,10 +138,10 @@ def _language(results: Sequence[Result]) -> list[str]:
         "above the straight line between two models, in nats: mean over the pairs (lowest to highest, number). The "
         "cost is CPU time as a share of one model's training.",
         "",
-        _row(["method", "barrier", "loss half-way", "cost"]),
-        _row(["---"] * 4),
+        table_row(["method", "barrier", "loss half-way", "cost"]),
+        table_row(["---"] * 4),
         *(
-            _row(
+            table_row(
                 [
                     method,
                     _spread([r["barrier"] for r in found]),
@@ -160,7 +161,3 @@ def _distinct(results: Iterable[Result], key: str) -> list[Any]:
 
 def _spread(values: Sequence[float]) -> str:
     return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f}, {len(values)})" if values else ""
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

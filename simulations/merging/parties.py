@@ -61,18 +61,18 @@ class Party:
     seconds: float
 
 
-def new_vit(seed: int) -> Any:
-    """The small ViT of the apps (hidden 64, 4 layers, 139,000 parameters) from an initialisation of its own."""
+def new_vit(seed: int, width: int = 64, heads: int = 4) -> Any:
+    """The small ViT of the apps (139,000 parameters), or one of another size, from an initialisation of its own."""
     torch.manual_seed(seed)
     config: Any = transformers.AutoConfig.for_model(
         "vit",
         image_size=28,
         patch_size=7,
         num_channels=1,
-        hidden_size=64,
+        hidden_size=width,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=128,
+        num_attention_heads=heads,
+        intermediate_size=2 * width,
         num_labels=10,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
