@@ -18,7 +18,7 @@ from simulations.bench.anatomy import WAYS, dissect
 from simulations.bench.cells import ANATOMY, FIRST_SEED, FULL, METHODS, PAIRS, SMALL, Cell
 from simulations.bench.report import MARKS, page, readme_table, with_table
 from simulations.bench.runs import Places, run
-from simulations.bench.schedule import _path
+from simulations.bench.schedule import path_of
 from simulations.bench.statistics import paired
 
 DIGITS = {"dataset": "digits", "train-examples": 300, "batch-size": 32}
@@ -175,7 +175,7 @@ def test_a_report_can_be_written_at_any_time(kept: int, tmp_path: Path) -> None:
     (known,) = [cell for cell in FULL if cell.name == "vision, IID, 1 epochs, 4 clients"]
     for entry in ended:
         seed = entry["seed"] + FIRST_SEED
-        write_json(_path(tmp_path / "runs", known, entry["method"], seed), {**entry, "seed": seed, "code": ""})
+        write_json(path_of(tmp_path / "runs", known, entry["method"], seed), {**entry, "seed": seed, "code": ""})
     main(full=True, jobs=0, results=tmp_path, docs=tmp_path)
     written = json.loads((tmp_path / "benchmark.json").read_text())["runs"]
     # A method of which there is one seed has no difference to show.

@@ -153,9 +153,9 @@ def test_a_run_that_was_written_down_is_not_run_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(schedule, "run", run)
     places = Places({}, tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        schedule._run_unit((NEWS, 10), places, tmp_path)
+        schedule.run_unit(NEWS, 10, places, tmp_path)
     assert asked == list(METHODS)[: len(asked)] and not list(schedule.read_all([NEWS], tmp_path))
     asked += ["interrupted"] * len(METHODS)
-    schedule._run_unit((NEWS, 10), places, tmp_path)
+    schedule.run_unit(NEWS, 10, places, tmp_path)
     assert sorted(asked) == sorted([*METHODS, *["interrupted"] * len(METHODS)])
     assert [found["method"] for found in schedule.read_all([NEWS], tmp_path)] == list(METHODS)

@@ -4,7 +4,7 @@ make bench, make bench-full      (or: python -m simulations.bench --help)
 
 cells.py      what is compared: regimes of federated training, methods, seeds
 runs.py       one run: the apps' own server and clients in this process; client training is kept and not repeated
-schedule.py   many runs, on all cores, going on where the last call ended
+schedule.py   what there is to run, and where it is written down
 anatomy.py    the models of first rounds taken apart: which groups, layers and anchors do it, distances, barriers
 statistics.py paired differences and their intervals
 report.py     `docs/benchmark.md` and the README's table out of `docs/benchmark.json`

@@ -1,8 +1,6 @@
 """Run what has not been run, and write down what came out."""
 
 import json
-import signal
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +16,8 @@ from simulations.bench.engine import compare
 from simulations.bench.pictures import draw
 from simulations.bench.report import page, with_table
 from simulations.bench.runs import Places
-from simulations.bench.schedule import read_anatomy, read_runs, run_all
+from simulations.bench.schedule import pieces, read_anatomy, read_runs
+from simulations.schedule import do_all, end_politely, lines_of_runs
 
 PROJECT = Path(__file__).parents[2]
 
@@ -38,28 +37,27 @@ def main(
     docs: Annotated[Path | None, typer.Option(help="Where the report goes: with --full, docs and README.")] = None,
 ) -> None:
     """Run every method in every cell with every seed, unless it has been run, and write the report."""
-    # A polite kill must end the workers as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_politely()
     cells = FULL if full else SMALL
     paths = {"fashion-mnist": images, "bbc": bbc, "minilm": minilm, "plays": plays}
     # A name that is no folder here stays one: the apps may know where to get it.
     places = Places({name: str(path.resolve()) for name, path in paths.items() if path.is_dir()}, results / "kept")
-    if jobs:
-        run_all([cell for cell in cells if only in cell.name], places, results / "runs", jobs, console)
+    asked = [cell for cell in cells if only in cell.name] if jobs else []
+    failed = do_all(pieces(asked, places, results / "runs"), jobs, console) if asked else 0
     if engine:
         write_json(results / "engine.json", compare())
     document = _collect(cells, results)
     folder = docs or (PROJECT / "docs" if full else results)
     folder.mkdir(parents=True, exist_ok=True)
-    # A line a run, so that a change of one shows as such.
-    text = json.dumps(document, separators=(",", ":")).replace('{"cell"', '\n{"cell"')
-    (folder / "benchmark.json").write_text(text + "\n")
+    (folder / "benchmark.json").write_text(lines_of_runs(document))
     (folder / "benchmark.md").write_text(page(document))
     draw(document, folder)
     if full and docs is None:
         readme = PROJECT / "README.md"
         readme.write_text(with_table(readme.read_text(), document))
     console.print(f"{len(document['runs'])} runs. Report: {folder / 'benchmark.md'}", soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _collect(cells: tuple[Cell, ...], results: Path) -> dict[str, Any]:

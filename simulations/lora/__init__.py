@@ -7,7 +7,7 @@ tasks.py      what a client trains: a model with an adapter, and everybody's exa
 text.py       a sentence encoder that learns to sort news; its lower layers are computed once
 language.py   a small Llama that learns to speak as single roles of plays
 runs.py       one run: RotFedAvg and a ClientApp in this process
-schedule.py   many runs, on all cores, going on where the last call ended
+schedule.py   what there is to run, and where it is written down
 page.py       `docs/lora-results.md` out of `docs/lora.json`
 picture.py    `docs/lora.svg` out of the same file
 """

@@ -1,8 +1,5 @@
 """Run what has not been run, and write down what came out."""
 
-import json
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +12,8 @@ from simulations.bench.runs import Places
 from simulations.lora.cells import CELLS, TASKS
 from simulations.lora.page import page
 from simulations.lora.picture import draw
-from simulations.lora.schedule import read_all, run_all
+from simulations.lora.schedule import pieces, read_all, shared_pieces
+from simulations.schedule import do_all, end_politely, lines_of_runs
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -36,8 +34,7 @@ def main(
     output: Annotated[Path, typer.Option(help="The JSON file; page and picture lie beside it.")] = DOCS / "lora.json",
 ) -> None:
     """Run every method in every cell with every seed, unless it has been run, and write about all that have ended."""
-    # A polite kill must end the workers, and write down what there is, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_politely()
     cells = [replace(cell, seeds=min(seeds, cell.seeds)) for cell in CELLS if only in cell.name]
     folders = {"bbc": bbc, "minilm": minilm, "plays": plays}
     for cell in cells:
@@ -47,7 +44,8 @@ def main(
     places = Places({name: str(path.resolve()) for name, path in folders.items()}, results.resolve() / "kept")
     console = Console()
     try:
-        failed = run_all(cells, places, results / "runs", jobs, console)
+        todo = pieces(cells, places, results / "runs")
+        failed = do_all(todo, jobs, console, shared_pieces(cells, places)) if todo else 0
     finally:
         write(output, list(read_all(CELLS, results / "runs")))
     if failed:
@@ -55,7 +53,7 @@ def main(
 
 
 def write(output: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """The JSON file, a run a line, and the page and the picture out of it."""
+    """The JSON file, and the page and the picture out of it."""
     if not runs:
         return
     document = {
@@ -64,8 +62,7 @@ def write(output: Path, runs: Sequence[dict[str, Any]]) -> None:
         "cells": {run["cell"]: {k: v for k, v in run["config"].items() if k != "seed"} for run in runs},
         "runs": [{key: _short(value) for key, value in run.items() if key not in _ONCE} for run in runs],
     }
-    text = json.dumps(document, separators=(",", ":")).replace('{"cell"', '\n{"cell"')
-    output.write_text(text + "\n", encoding="utf-8")
+    output.write_text(lines_of_runs(document), encoding="utf-8")
     output.with_name(f"{output.stem}-results.md").write_text(page(document), encoding="utf-8")
     draw(document, output.with_suffix(".svg"))
 
