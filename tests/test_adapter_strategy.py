@@ -156,7 +156,8 @@ def test_every_client_of_one_rank_sees_what_the_report_says(aggregation: str) ->
         assert error == pytest.approx(report.errors[name], rel=1e-3, abs=1e-5)
     assert report.error <= report.mean_error + 1e-12
     assert clients.metrics[1]["rotfed-aggregation-error"] == report.error
-    assert clients.metrics[1]["rotfed-aggregation-errors"] == list(report.errors.values())
+    # Flower logs the whole record in every round: no place for a figure a module.
+    assert all(isinstance(value, float) for name, value in clients.metrics[1].items() if name.startswith("rotfed-"))
     name = "base_model.model.3.weight"
     heads = [(p + 1) / 6 * get_peft_model_state_dict(model)[name] for p, model in clients.trained[1].items()]
     torch.testing.assert_close(found[name], torch.stack(heads).sum(0))

@@ -104,13 +104,11 @@ class AdapterReport:
             f"{self.error:.4g} (mean of factors {self.mean_error:.4g})"
         )
 
-    def metrics(self) -> dict[str, float | list[float]]:
-        """The round's figures under the names that they have in a MetricRecord; lists are in the modules' order."""
+    def metrics(self) -> dict[str, float]:
+        """The round's figures over all modules under the names that they have in a MetricRecord, which Flower logs."""
         return {
             "rotfed-aggregation-error": self.error,
             "rotfed-mean-aggregation-error": self.mean_error,
-            "rotfed-aggregation-errors": list(self.errors.values()),
-            "rotfed-mean-aggregation-errors": list(self.mean_errors.values()),
             "rotfed-refused": float(len(self.refused)),
             "rotfed-seconds": self.seconds,
         }
