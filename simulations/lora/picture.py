@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from simulations.lora.cells import MEAN, METHODS
 from simulations.lora.page import FIGURES
 
-RANK = 4
+RANK, COLUMNS = 4, 3
 
 # Okabe and Ito's colours, told apart under every common colour blindness; the marker repeats them.
 STYLES = {
@@ -26,18 +26,25 @@ STYLES = {
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
-    """Above, accuracy or loss after each round; below, the aggregation error; a column a cell of the lower rank.
+    """For each cell of the lower rank, accuracy or loss after each round, and below it the aggregation error.
 
     Lines are means over seeds, bands one standard error either way.
     """
     runs = [run for run in document["runs"] if run["rank"] == RANK]
     cells = list(dict.fromkeys(run["cell"] for run in runs))
-    figure = Figure(figsize=(3.4 * len(cells), 6))
-    axes = figure.subplots(2, len(cells), sharex=True, squeeze=False)
-    for column, cell in enumerate(cells):
+    rows = -(-len(cells) // COLUMNS)
+    figure = Figure(figsize=(3.6 * COLUMNS, 5 * rows))
+    axes = figure.subplots(2 * rows, COLUMNS, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for number, cell in enumerate(cells):
+        row, column = divmod(number, COLUMNS)
+        pair = axes[2 * row : 2 * row + 2, column]
         found = [run for run in runs if run["cell"] == cell]
         shown = FIGURES[found[0]["task"]][0]
-        for key, axis in zip((shown, "error"), axes[:, column], strict=True):
+        for key, axis in zip((shown, "error"), pair, strict=True):
+            axis.set_axis_on()
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             for method in METHODS:
                 values = [run[key] for run in found if run["method"] == method]
                 if values and method in STYLES:
@@ -46,11 +53,10 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
                 axis.yaxis.set_major_formatter(PercentFormatter(1.0, 0))
             axis.set_ylabel({"error": "aggregation error"}.get(key, key))
             axis.grid(alpha=0.3)
-        axes[0][column].set_title(cell.removesuffix(f", rank {RANK}"), fontsize=11)
-        axes[1][column].set_xlabel("round")
-        axes[1][column].xaxis.set_major_locator(MaxNLocator(integer=True))
+        pair[0].set_title(cell.replace(f", rank {RANK}", ""), fontsize=11)
+        pair[1].set_xlabel("round")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="lower center", ncol=COLUMNS, frameon=False)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     # Without a date, and with names of its parts that do not change: the same results make the same file.
     with rc_context({"svg.hashsalt": "rotfed"}):

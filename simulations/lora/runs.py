@@ -27,7 +27,7 @@ from server.results import environment
 from simulations.bench.cells import Value
 from simulations.bench.runs import DEFAULTS, KeptReplies, Places
 from simulations.grid import InProcessGrid
-from simulations.lora.cells import ALPHA, CLIENTS, METHODS, ROUNDS, Cell
+from simulations.lora.cells import ALPHA, CLIENTS, METHODS, Cell
 from simulations.lora.language import language_task
 from simulations.lora.tasks import Task
 from simulations.lora.text import text_task
@@ -143,7 +143,7 @@ def run(cell: Cell, method: str, seed: int, places: Places) -> dict[str, Any]:
     clients: Any = FirstRoundKept(places.kept / "replies")
     grid = OrderedGrid(InProcessGrid(clients, CLIENTS, config))
     start = get_peft_model_state_dict(task.model)
-    result = strategy.start(grid, to_record(start), num_rounds=ROUNDS, evaluate_fn=measure)
+    result = strategy.start(grid, to_record(start), num_rounds=cell.rounds, evaluate_fn=measure)
     reports = [report.to_dict() for report in strategy.reports]
     if missing := [report["round"] for report in reports if len(report["ranks"]) < CLIENTS]:
         raise RuntimeError(f"{cell.name}, {method}, seed {seed}: replies are missing in rounds {missing}; see the log")
