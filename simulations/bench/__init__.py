@@ -8,6 +8,8 @@ schedule.py   what there is to run, and where it is written down
 anatomy.py    the models of first rounds taken apart: which groups, layers and anchors do it, distances, barriers
 statistics.py paired differences and their intervals
 report.py     `docs/benchmark.md` and the README's table out of `docs/benchmark.json`
+dissected.py  its sections on first rounds taken apart
+picking.py    runs of one cell or method, and their differences
 engine.py     one run on Flower's engine, beside the same in this process
 pictures.py   pictures out of the same file
 """

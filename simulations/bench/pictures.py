@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from simulations.bench.cells import ALIGNED, PLAIN
-from simulations.bench.report import cells_of, differences, runs_of
+from simulations.bench.picking import cells_of, differences, runs_of
 from simulations.bench.statistics import interval
 from simulations.plots import STYLES
 

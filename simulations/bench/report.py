@@ -1,21 +1,28 @@
 """`docs/benchmark.md` and the README's table, written from `docs/benchmark.json` alone."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-import numpy as np
-
 from simulations.bench.cells import ALIGNED, FIRST_SEED, FULL, PAIRS, PLAIN
+from simulations.bench.dissected import barriers, distance, ways
+from simulations.bench.picking import (
+    TOLERANCE,
+    Document,
+    Run,
+    below,
+    by_round,
+    cells_of,
+    differences,
+    lower,
+    nats,
+    one_of,
+    runs_of,
+    starts_alike,
+)
 from simulations.bench.statistics import Difference, paired
 from simulations.markdown import table_row
-
-Run = Mapping[str, Any]
-Document = Mapping[str, Any]
-
-# In points of accuracy: a cell whose interval reaches below this is named.
-TOLERANCE = -0.003
 
 MARKS = ("<!-- benchmark: written by simulations.bench -->", "<!-- end of benchmark -->")
 
@@ -41,7 +48,7 @@ def page(document: Document) -> str:
     ]
     for section in (_regimes, _harm, _methods, _own_starts, _sizes, _cost):
         lines += ["", *section(runs)] if section(runs) else []
-    for dissected in (_ways, _distance, _barriers):
+    for dissected in (ways, distance, barriers):
         lines += ["", *dissected(anatomy)] if anatomy else []
     if missing := [cell.name for cell in FULL if cell.name not in cells_of(runs, PLAIN)]:
         lines += ["", "## Not run", "", "`make bench-full` goes on with: " + "; ".join(missing) + "."]
@@ -52,7 +59,7 @@ def page(document: Document) -> str:
 
 def readme_table(document: Document) -> str:
     """What the README shows: the cells in which clients start alike, from one model."""
-    runs = [run for run in document["runs"] if _starts_alike(run)]
+    runs = [run for run in document["runs"] if starts_alike(run)]
     rows = []
     for cell in cells_of(runs, ALIGNED):
         first, last = differences(runs, cell, ALIGNED, PLAIN)
@@ -60,8 +67,8 @@ def readme_table(document: Document) -> str:
         plain = runs_of(runs, cell, PLAIN)
         firsts, lasts = (f"{mean(run['accuracy'][at] for run in plain):.1%}" for at in (1, -1))
         rounds = str(len(plain[0]["accuracy"]) - 1)
-        rows.append(table_row([cell, str(first.seeds), firsts, first.text(), _nats(loss), rounds, lasts, last.text()]))
-    named = [cell for cell in cells_of(runs, ALIGNED) if _below(runs, cell)]
+        rows.append(table_row([cell, str(first.seeds), firsts, first.text(), nats(loss), rounds, lasts, last.text()]))
+    named = [cell for cell in cells_of(runs, ALIGNED) if below(runs, cell)]
     heads = ["task, split, local epochs, clients", "seeds", "FedAvg, round 1", "RotFedAvg: points", "nats of loss"]
     return "\n".join(
         [
@@ -93,7 +100,7 @@ def with_table(readme: str, document: Document) -> str:
 
 
 def _regimes(runs: Sequence[Run]) -> list[str]:
-    same = [run for run in runs if _starts_alike(run)]
+    same = [run for run in runs if starts_alike(run)]
     heads = ["cell", "seeds", "FedAvg by round", "RotFedAvg by round", "difference, round 1", "shown"]
     lines = [
         "## How much, by regime",
@@ -107,9 +114,9 @@ def _regimes(runs: Sequence[Run]) -> list[str]:
         loss, _ = differences(same, cell, ALIGNED, PLAIN, "loss")
         verdicts.setdefault(f"{first.verdict} in round 1", []).append(cell)
         verdicts.setdefault(f"{last.verdict} at the end", []).append(cell)
-        by_round = [_by_round(runs_of(same, cell, method)) for method in (PLAIN, ALIGNED)]
-        shown = [first.text(), first.verdict, _nats(loss), _lower(loss), last.text(), last.verdict]
-        lines.append(table_row([cell, str(first.seeds), *by_round, *shown]))
+        both = [by_round(runs_of(same, cell, method)) for method in (PLAIN, ALIGNED)]
+        shown = [first.text(), first.verdict, nats(loss), lower(loss), last.text(), last.verdict]
+        lines.append(table_row([cell, str(first.seeds), *both, *shown]))
     total = len(cells_of(same, ALIGNED))
     said = "; ".join(f"{len(cells)} of {total}: {verdict}" for verdict, cells in verdicts.items())
     return [
@@ -130,12 +137,12 @@ def _long_and_uneven(runs: Sequence[Run]) -> list[str]:
     aligned = [run for run in runs if run["method"] == ALIGNED and _is_long_and_uneven(run["cell"])]
     if len(aligned) < 2:
         return []
-    plain = [_one(runs, run["cell"], PLAIN, run["seed"]) for run in aligned]
+    plain = [one_of(runs, run["cell"], PLAIN, run["seed"]) for run in aligned]
     points = paired([run["accuracy"][1] for run in aligned], [run["accuracy"][1] for run in plain])
     loss = paired([run["loss"][1] for run in aligned], [run["loss"][1] for run in plain])
     return [
         f"Long training on uneven data (Dirichlet 0.5 and 0.1, 10 local epochs or more), {points.seeds} runs together, "
-        f"after round 1: {points.text()} points ({points.verdict}), {_nats(loss)} nats of loss ({_lower(loss)})."
+        f"after round 1: {points.text()} points ({points.verdict}), {nats(loss)} nats of loss ({lower(loss)})."
     ]
 
 
@@ -145,23 +152,23 @@ def _is_long_and_uneven(cell: str) -> bool:
 
 
 def _harm(runs: Sequence[Run]) -> list[str]:
-    same = [run for run in runs if _starts_alike(run)]
+    same = [run for run in runs if starts_alike(run)]
     if not (cells := cells_of(same, ALIGNED)):
         return []
     ends = {cell: differences(same, cell, ALIGNED, PLAIN)[1] for cell in cells}
     worst = min(ends, key=lambda cell: ends[cell].mean)
     unlucky = min(ends, key=lambda cell: ends[cell].worst)
-    below = [cell for cell in cells if _below(same, cell)]
+    named = [cell for cell in cells if below(same, cell)]
     lines = [
         "## Does it ever harm",
         "",
         f"The worst cell at the end is {worst}: {ends[worst].text()} points, {ends[worst].verdict}. The worst single "
         f"seed of all, {100 * ends[unlucky].worst:+.1f} points, is one of {unlucky}. "
         + (
-            f"The interval reaches below {100 * TOLERANCE:.1f} points in {len(below)} of {len(cells)} cells: "
-            + "; ".join(f"{cell} ({ends[cell].text()})" for cell in below)
+            f"The interval reaches below {100 * TOLERANCE:.1f} points in {len(named)} of {len(cells)} cells: "
+            + "; ".join(f"{cell} ({ends[cell].text()})" for cell in named)
             + "."
-            if below
+            if named
             else f"No interval reaches below {100 * TOLERANCE:.1f} points."
         ),
     ]
@@ -180,8 +187,8 @@ def _harm(runs: Sequence[Run]) -> list[str]:
     lines += ["", f"Frames were found to differ, and models aligned, in {shares} ({len(rounds)} rounds in all)."]
     if controls := runs_of(runs, None, "control"):
         equal = all(
-            run["accuracy"] == _one(runs, run["cell"], PLAIN, run["seed"])["accuracy"]
-            and run["loss"] == _one(runs, run["cell"], PLAIN, run["seed"])["loss"]
+            run["accuracy"] == one_of(runs, run["cell"], PLAIN, run["seed"])["accuracy"]
+            and run["loss"] == one_of(runs, run["cell"], PLAIN, run["seed"])["loss"]
             for run in controls
         )
         lines += [
@@ -251,7 +258,7 @@ def _own_starts(runs: Sequence[Run]) -> list[str]:
             last = "" if method == PLAIN else differences(own, cell, method, PLAIN)[1]
             shown = last.verdict if isinstance(last, Difference) else ""
             text = last.text() if isinstance(last, Difference) else ""
-            lines.append(table_row([cell, method, str(len(found)), _by_round(found, start=True), text, shown]))
+            lines.append(table_row([cell, method, str(len(found)), by_round(found, start=True), text, shown]))
     return [
         *lines,
         "",
@@ -302,7 +309,7 @@ def _more_gained(runs: Sequence[Run], one: str, other: str) -> Difference:
     """By how much more alignment gains in one cell than in another, after round 1."""
     gains = [
         [
-            run["accuracy"][1] - _one(runs, cell, PLAIN, run["seed"])["accuracy"][1]
+            run["accuracy"][1] - one_of(runs, cell, PLAIN, run["seed"])["accuracy"][1]
             for run in runs_of(runs, cell, ALIGNED)
         ]
         for cell in (one, other)
@@ -340,101 +347,6 @@ def _cost(runs: Sequence[Run]) -> list[str]:
     return [*lines, "", "Seconds on one core, means over rounds and seeds; the share is that of all rounds."]
 
 
-def _ways(anatomy: Sequence[Run]) -> list[str]:
-    lines = [
-        "## Which groups, layers and anchors do it",
-        "",
-        "Averages of the same first rounds, always aligned; points of accuracy against the plain average. Spread: what "
-        "is left of the clients' mean squared distance from their mean.",
-    ]
-    cells = list(dict.fromkeys(result["cell"] for result in anatomy))
-    ways = list(dict.fromkeys(result["way"] for result in anatomy))
-    lines += [
-        "",
-        table_row(["aligned", *(_short(cell) for cell in cells), "all cells", "loss, all cells", "spread", "seconds"]),
-    ]
-    lines.append(table_row(["---"] * (len(cells) + 5)))
-    for way in ways:
-        found = [result for result in anatomy if result["way"] == way]
-        per_cell = [[r for r in found if r["cell"] == cell] for cell in cells]
-        if way == "plain":
-            shown = [f"{mean(r['accuracy'] for r in rs):.1%}" for rs in per_cell]
-            lines.append(table_row(["nothing", *shown, "", "", "1.000", ""]))
-            continue
-        shown = [_against_plain(anatomy, rs).text() for rs in per_cell]
-        loss = _against_plain(anatomy, found, "loss").text(1.0, 3)
-        spread = f"{mean(r['spread'] for r in found):.3f}"
-        seconds = f"{mean(r['seconds'] for r in found):.2f}"
-        lines.append(table_row([way, *shown, _against_plain(anatomy, found).text(), loss, spread, seconds]))
-    early, late, joint, sequential, unscaled = (
-        [result for result in anatomy if result["way"] == way]
-        for way in (
-            "first half of the layers",
-            "second half of the layers",
-            "attention and FFN",
-            "rotation, then scale (sequential)",
-            "rotations without scales",
-        )
-    )
-    halves = _between(early, late)
-    turns = _between(joint, sequential)
-    scales = _between(joint, unscaled)
-    return [
-        *lines,
-        "",
-        f"Layers: the first half against the second, {halves.text()} points ({halves.verdict}). Joint optimum of "
-        f"rotation and scale against the sequential one: {turns.text(digits=2)} points ({turns.verdict}); scales at "
-        f"all: {scales.text(digits=2)} points ({scales.verdict}).",
-    ]
-
-
-def _distance(anatomy: Sequence[Run]) -> list[str]:
-    """Over the ways of one first round: does the one with less spread have less loss."""
-    correlations = []
-    for cell, seed in dict.fromkeys((result["cell"], result["seed"]) for result in anatomy):
-        # The residual stream is measured on folded models, whose spread is another one.
-        ways = [r for r in anatomy if (r["cell"], r["seed"]) == (cell, seed) and r["way"] != "with the residual stream"]
-        spreads, losses = [r["spread"] for r in ways], [r["loss"] for r in ways]
-        correlations.append(float(np.corrcoef(spreads, losses)[0, 1]))
-    one = paired(correlations, [0.0] * len(correlations))
-    return [
-        "## Does a smaller distance mean a better merge",
-        "",
-        f"Within a first round, over the ways above but the residual stream, the correlation of what is left of the "
-        f"spread with the merged model's loss is {one.text(1.0, 2)} over {one.seeds} rounds"
-        + (": less spread, less loss." if one.low > 0 else ": not shown." if one.high > 0 else ": the reverse."),
-    ]
-
-
-def _barriers(anatomy: Sequence[Run]) -> list[str]:
-    found = [result for result in anatomy if "barriers" in result]
-    lines = [
-        "## The barrier between two clients",
-        "",
-        table_row(["cell", "rounds", "plain, nats", "aligned, nats", "difference", "shown"]),
-        table_row(["---"] * 6),
-    ]
-    for cell in dict.fromkeys(result["cell"] for result in found):
-        barriers = [result["barriers"] for result in found if result["cell"] == cell]
-        plain, aligned = ([b[key]["barrier"] for b in barriers] for key in ("plain", "aligned"))
-        change = paired(aligned, plain)
-        verdict = {"gain": "higher", "loss": "lower"}.get(change.verdict, change.verdict)
-        lines.append(
-            table_row(
-                [cell, str(change.seeds), f"{mean(plain):.3f}", f"{mean(aligned):.3f}", change.text(1.0, 3), verdict]
-            )
-        )
-    return [
-        *lines,
-        "",
-        "Linear mode connectivity of the first two clients after round 1, all brought to the consensus.",
-        "",
-        "![What is left of the spread, layer by layer](benchmark-layers.svg)",
-        "",
-        "![The loss between two clients](benchmark-barriers.svg)",
-    ]
-
-
 def _engine(check: Mapping[str, Any]) -> list[str]:
     equal = check["engine"] == check["in_process"]
     apart = max(abs(a - b) for a, b in zip(check["engine"], check["in_process"], strict=True))
@@ -445,67 +357,3 @@ def _engine(check: Mapping[str, Any]) -> list[str]:
         f"clients, {check['config']['num-server-rounds']} rounds) was also run on Flower's simulation engine: its "
         "accuracies by round are " + ("equal to the bit." if equal else f"apart by {100 * apart:.2f} points at most."),
     ]
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Picking and showing
-
-
-def _starts_alike(run: Run) -> bool:
-    return not run["cell"].startswith(("own starts", "size"))
-
-
-def cells_of(runs: Iterable[Run], method: str) -> list[str]:
-    """The cells in which a method was run with two seeds at least."""
-    seeds: dict[str, int] = {}
-    for run in runs:
-        seeds[run["cell"]] = seeds.get(run["cell"], 0) + (run["method"] == method)
-    return [cell for cell, count in seeds.items() if count > 1]
-
-
-def runs_of(runs: Iterable[Run], cell: str | None, method: str) -> list[Run]:
-    return [run for run in runs if run["method"] == method and cell in (None, run["cell"])]
-
-
-def _one(runs: Iterable[Run], cell: str, method: str, seed: int) -> Run:
-    return next(run for run in runs_of(runs, cell, method) if run["seed"] == seed)
-
-
-def differences(
-    runs: Sequence[Run], cell: str, method: str, plain: str, figure: str = "accuracy"
-) -> tuple[Difference, Difference]:
-    """Accuracy (or loss) of one method minus that of another, after the first round and after the last."""
-    pairs = [(run, _one(runs, cell, plain, run["seed"])) for run in runs_of(runs, cell, method)]
-    first, last = (paired([a[figure][at] for a, _ in pairs], [b[figure][at] for _, b in pairs]) for at in (1, -1))
-    return first, last
-
-
-def _below(runs: Sequence[Run], cell: str) -> bool:
-    return differences(runs, cell, ALIGNED, PLAIN)[1].low < TOLERANCE
-
-
-def _against_plain(anatomy: Sequence[Run], found: Sequence[Run], figure: str = "accuracy") -> Difference:
-    plain = {(r["cell"], r["seed"]): r[figure] for r in anatomy if r["way"] == "plain"}
-    return paired([r[figure] for r in found], [plain[r["cell"], r["seed"]] for r in found])
-
-
-def _between(ones: Sequence[Run], others: Sequence[Run]) -> Difference:
-    return paired([r["accuracy"] for r in ones], [r["accuracy"] for r in others])
-
-
-def _nats(difference: Difference) -> str:
-    return difference.text(1.0, 3)
-
-
-def _lower(difference: Difference) -> str:
-    """The verdict of what is better the lower it is."""
-    return {"gain": "loss", "loss": "gain"}.get(difference.verdict, difference.verdict)
-
-
-def _by_round(runs: Sequence[Run], start: bool = False) -> str:
-    rounds = zip(*(run["accuracy"][0 if start else 1 :] for run in runs), strict=True)
-    return ", ".join(f"{100 * mean(values):.1f}" for values in rounds)
-
-
-def _short(cell: str) -> str:
-    return cell.removeprefix("vision, ")
