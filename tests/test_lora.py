@@ -146,6 +146,22 @@ def test_the_page_says_better_only_where_the_interval_leaves_zero_out(tmp_path: 
     assert f"{NEWS.name} (seeds 10, 11, 12, 13, 14)" in said
 
 
+def test_the_page_says_where_optimal_is_not_the_best_of_its_rank(tmp_path: Path) -> None:
+    names = ("optimal", MEAN, *cells.ROTATIONS)
+    errors = ((0.1, 0.3, 0.2, 0.2, 0.4), (0.25, 0.3, 0.2, 0.4, 0.4))
+    write(
+        tmp_path / "lora.json",
+        [
+            made(NEWS, name, seed, error=[error, 0.0])
+            for seed, found in zip((10, 11), errors, strict=True)
+            for name, error in zip(names, found, strict=True)
+        ],
+    )
+    said = (tmp_path / "lora-results.md").read_text()
+    assert "on news: 0.17 (optimal), 0.30 (mean of factors), 0.20 (rotation), 0.30 (rotation, by A), 0.40 (Fed" in said
+    assert "Optimal is above another of them in 1 of 2 first rounds." in said
+
+
 def test_cells_of_one_seed_count_as_one_pair_and_a_variant_says_what_it_changes(tmp_path: Path) -> None:
     other = next(cell for cell in cells.CELLS if cell.task == "text" and not cell.variant and cell != NEWS)
     gentle = next(cell for cell in cells.CELLS if cell.variant == "gentle")

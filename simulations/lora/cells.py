@@ -22,6 +22,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 """Name, as in the tables -> keywords of RotFedAvg; all are compared with the first."""
 
+ROTATIONS = tuple(name for name, options in METHODS.items() if options.get("aggregation") == "rotation")
+
 CLIENTS, ROUNDS, ALPHA = 10, 3, 16
 
 # Local training is rough on purpose: between gentle clients all methods are the same (docs/lora.md). The rate is the

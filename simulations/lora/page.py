@@ -5,7 +5,7 @@ from statistics import mean
 from typing import Any
 
 from simulations.bench.statistics import Difference, paired
-from simulations.lora.cells import ALPHA, CELLS, FIRST_SEED, MEAN, METHODS, ROUNDS
+from simulations.lora.cells import ALPHA, CELLS, FIRST_SEED, MEAN, METHODS, ROTATIONS, ROUNDS
 from simulations.markdown import table_row
 
 Run = Mapping[str, Any]
@@ -44,6 +44,7 @@ def page(document: Document) -> str:
         "the mean of updates, relative to its norm; that of the mean of factors after the first round is "
         f"{min(first):.2f} to {max(first):.2f}.",
         "",
+        *_nearest(runs),
         *_verdicts(runs),
         "",
         "![Accuracy or loss, and aggregation error, by round](lora.svg)",
@@ -65,6 +66,26 @@ def page(document: Document) -> str:
     if missing := _missing(runs):
         lines += ["", f"Not run yet: {'; '.join(missing)}."]
     return "\n".join(lines) + "\n"
+
+
+def _nearest(runs: Runs) -> list[str]:
+    """The optimum against all else of its rank where they aggregate the same: in first rounds."""
+    names = ("optimal", MEAN, *ROTATIONS)
+    rounds: dict[tuple[str, int], dict[str, float]] = {}
+    for run in runs:
+        if run["method"] in names:
+            rounds.setdefault((run["cell"], run["seed"]), {})[run["method"]] = run["error"][0]
+    compared = [errors for errors in rounds.values() if "optimal" in errors]
+    whole = [errors for errors in compared if len(errors) == len(names)]
+    if not whole:
+        return []
+    means = ", ".join(f"{mean(errors[name] for errors in whole):.2f} ({name})" for name in names)
+    above = sum(errors["optimal"] > min(errors.values()) for errors in compared)
+    return [
+        f"In a first round these all aggregate the same adapters. Their mean error there, on news: {means}. Optimal is "
+        f"above another of them in {above} of {len(compared)} first rounds.",
+        "",
+    ]
 
 
 def _verdicts(runs: Runs) -> list[str]:
