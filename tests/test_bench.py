@@ -150,9 +150,7 @@ def document(harm: float) -> Mapping[str, Any]:
     results = []
     for seed in range(3):
         plain = [0.1, 0.5 + 0.01 * seed, 0.6]
-        results.append(
-            {"cell": "vision, IID, 1 epochs, 4 clients", "method": "FedAvg", "seed": seed, "accuracy": plain}
-        )
+        results.append({"cell": "vision, IID, 1 epoch, 4 clients", "method": "FedAvg", "seed": seed, "accuracy": plain})
         aligned = {"gain": [2.0, 0.5], "groups": [["qk"], []], "aligning_seconds": [1.0, 0.1]}
         results.append(
             {
@@ -172,7 +170,7 @@ def document(harm: float) -> Mapping[str, Any]:
 @pytest.mark.parametrize("kept", [0, 1, 3, 4, 6])
 def test_a_report_can_be_written_at_any_time(kept: int, tmp_path: Path) -> None:
     ended = document(0.0)["runs"][:kept]
-    (known,) = [cell for cell in FULL if cell.name == "vision, IID, 1 epochs, 4 clients"]
+    (known,) = [cell for cell in FULL if cell.name == "vision, IID, 1 epoch, 4 clients"]
     for entry in ended:
         seed = entry["seed"] + FIRST_SEED
         write_json(path_of(tmp_path / "runs", known, entry["method"], seed), {**entry, "seed": seed, "code": ""})
@@ -192,9 +190,9 @@ def test_an_infinite_gain_is_shown() -> None:
 
 
 def test_a_cell_that_falls_below_the_tolerance_is_named() -> None:
-    assert "| vision, IID, 1 epochs, 4 clients | 3 | 51.0% | 0 (equal) | 0 (equal) | 2 |" in readme_table(document(0.0))
+    assert "| vision, IID, 1 epoch, 4 clients | 3 | 51.0% | 0 (equal) | 0 (equal) | 2 |" in readme_table(document(0.0))
     assert "No interval at the end reaches below -0.3 points." in readme_table(document(0.002))
-    assert "reaches below -0.3 points in: vision, IID, 1 epochs, 4 clients." in readme_table(document(0.004))
+    assert "reaches below -0.3 points in: vision, IID, 1 epoch, 4 clients." in readme_table(document(0.004))
     assert "| loss |" in page(document(0.004)) and "Frames were found to differ" in page(document(0.004))
 
 

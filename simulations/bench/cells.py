@@ -82,7 +82,7 @@ class Cell:
     @property
     def name(self) -> str:
         """What it is called in files and tables."""
-        parts = [self.family, self.split, f"{self.epochs} epochs", f"{self.clients} clients"]
+        parts = [self.family, self.split, f"{self.epochs} epoch{'s' * (self.epochs > 1)}", f"{self.clients} clients"]
         if self.participation < 1:
             parts.append(f"{self.participation:g} of them a round")
         if self.start != "same":
