@@ -65,6 +65,11 @@ def test_what_is_kept_is_not_trained_again_and_changes_nothing(tmp_path: Path, m
     assert control["groups"] == [[], []]
     other = run(sampled, "FedAvg", 2, places(tmp_path))
     assert len(trained) == 16 and other["accuracy"] != first["accuracy"]
+    # Nor is what other code trained taken for what this one would.
+    monkeypatch.setattr("server.app.fingerprint", lambda: "other")
+    monkeypatch.setattr("client.fingerprint.fingerprint", lambda: "other")
+    run(sampled, "FedAvg", 0, places(tmp_path))
+    assert len(trained) == 24
 
 
 def test_a_run_in_which_one_client_fails_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,8 @@ class KeptReplies:
 
 
 def _digest(message: Message, context: Context) -> str:
-    """Everything that a reply depends on, but for the code."""
-    config = {key: value for key, value in message.content.config_records["config"].items() if "fingerprint" not in key}
+    """Everything that a reply depends on; the message's config holds the code's fingerprint."""
+    config = message.content.config_records["config"]
     own = {key: value for key, value in context.run_config.items() if key not in _SERVER_KEYS}
     node = [context.node_config[key] for key in ("partition-id", "num-partitions")]
     digest = hashlib.sha256(json.dumps([sorted(config.items()), sorted(own.items()), node, torch.__version__]).encode())
