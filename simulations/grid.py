@@ -88,8 +88,9 @@ class InProcessGrid(Grid):
             try:
                 with _own_generators():
                     reply = self.client_app(arrived, self.contexts[message.metadata.dst_node_id])
-            except Exception as error:  # what a SuperNode does with any exception of an app
-                reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
+            except Exception as error:  # what a SuperNode does with any exception of an app, and how it says it
+                reason = f"{type(error)}:<'{error}'>"
+                reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
             replies.append(copy.deepcopy(reply))
         return replies
 

@@ -1,22 +1,18 @@
 """The ServerApp and ClientApp: settings, data, and whole federations with real messages in one process."""
 
-import copy
 import gzip
 import json
 import math
 import shutil
 import struct
 import tomllib
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 import client.app
@@ -29,6 +25,7 @@ from client.training import evaluate, seed_everything, train
 from rotfed.errors import AlignmentError
 from rotfed.flower import to_state_dict
 from server.grid import OrderedGrid, RoundFailedError, error_text
+from simulations.grid import InProcessGrid
 
 PYPROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
 DEFAULTS = PYPROJECT["tool"]["flwr"]["app"]["config"]
@@ -406,44 +403,14 @@ def test_a_folder_of_bert_becomes_causal_and_windows_must_fit_its_positions(auth
 # Whole federations
 
 
-class LocalGrid(Grid):
-    """Answers messages by calling the ClientApp; node 100 + i holds partition i, and replies come backwards."""
+class LocalGrid(InProcessGrid):
+    """The ClientApp in this process; node 100 + i holds partition i, and replies come backwards."""
 
     def __init__(self, run_config, nodes):
-        self.run_config = run_config
-        self.contexts = {
-            100 + i: Context(0, 100 + i, {"partition-id": i, "num-partitions": nodes}, RecordDict(), run_config)
-            for i in range(nodes)
-        }
-
-    def set_run(self, run):
-        raise NotImplementedError
-
-    run = None
-
-    def create_message(self, content, message_type, dst_node_id, group_id, ttl=None):
-        raise NotImplementedError
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self.contexts)
-
-    def push_messages(self, messages):
-        raise NotImplementedError
-
-    def pull_messages(self, message_ids):
-        raise NotImplementedError
+        super().__init__(client.app.app, nodes, run_config, first_node=100)
 
     def send_and_receive(self, messages, *, timeout=None):
-        return [self._answer(message) for message in messages][::-1]
-
-    def _answer(self, message):
-        message = copy.deepcopy(message)
-        message.metadata.__dict__["_message_id"] = str(uuid4())
-        try:
-            reply = client.app.app(message, self.contexts[message.metadata.dst_node_id])
-        except Exception as error:  # as the engine does
-            return Message(Error(2, f"Traceback ...\n{type(error).__name__}: {error}"), reply_to=message)
-        return copy.deepcopy(reply)
+        return list(super().send_and_receive(messages))[::-1]
 
 
 @pytest.fixture(autouse=True)
@@ -534,7 +501,7 @@ def test_a_party_that_fails_is_named_and_the_run_goes_on_from_the_others(tmp_pat
 
 def test_a_start_whose_parties_all_fail_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(server.app, "fingerprint", lambda: "0.0.9+000000000000")
-    with pytest.raises(AlignmentError, match=r"(?s)found 0; .*node 100: CodeMismatchError.*expected rotfed 0\.0\.9"):
+    with pytest.raises(AlignmentError, match=r"(?s)found 0; .*node 100: .*CodeMismatchError.*expected rotfed 0\.0\.9"):
         federate(tmp_path / "results.json", start="parties")
 
 

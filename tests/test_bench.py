@@ -80,7 +80,7 @@ def test_a_run_in_which_one_client_fails_is_none(tmp_path: Path, monkeypatch: py
         raise FloatingPointError("training loss is nan")
 
     monkeypatch.setattr(client.app, "train_model", fail_once)
-    with pytest.raises(RoundFailedError, match="a client failed: training loss is nan"):
+    with pytest.raises(RoundFailedError, match=r"a client failed: .*training loss is nan"):
         run(cell(epochs=1, rounds=1), "FedAvg", 0, places(tmp_path))
 
 

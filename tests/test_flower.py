@@ -284,7 +284,7 @@ def test_an_exception_in_the_client_is_an_error_of_that_node() -> None:
 
     strategy = RotFedAvg(SPEC)
     run(strategy, client_app(answer), clients=3)
-    assert strategy.reports[0].refused == {102: "out of memory"}
+    assert strategy.reports[0].refused == {102: "<class 'RuntimeError'>:<'out of memory'>"}
 
 
 def test_key_order_does_not_matter() -> None:

@@ -412,7 +412,7 @@ def test_a_party_that_fails_in_its_step_is_merged_by_its_weights(anchor: str) ->
     assert change(start.run(Grid(parties(turned, refine=refine), 4))) < 1e-5
     report = start.report
     assert report is not None and not report.skipped and set(report.data_free) == {102, 104}
-    assert report.data_free[102] == "out of memory" and "nan" in report.data_free[104]
+    assert "out of memory" in report.data_free[102] and "nan" in report.data_free[104]
     assert len(report.parties) == 4
 
 
@@ -622,7 +622,8 @@ def test_together_a_party_that_fails_is_left_out_and_none_left_means_by_weights(
 
     start = MultiPartyStart(SPEC, anchor="tree", learned="together", rounds=1)
     start.run(Grid(parties(turned, descend=failing(1)), 3))
-    assert start.report is not None and start.report.data_free == {102: "out of memory"}
+    assert start.report is not None and list(start.report.data_free) == [102]
+    assert "out of memory" in start.report.data_free[102]
     assert len(start.report.parties) == 3
     start = MultiPartyStart(SPEC, anchor="tree", learned="together", rounds=1)
     assert change(start.run(Grid(parties(turned, descend=failing(0, 1, 2)), 3))) < 1e-5
