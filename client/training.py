@@ -54,7 +54,7 @@ def train(
     generator: torch.Generator,
     proximal_mu: float = 0.0,
 ) -> float:
-    """Train `model` in place with AdamW and return the mean loss of the last epoch.
+    """Train what is not frozen of `model`, in place, with AdamW, and return the mean loss of the last epoch.
 
     Parameters
     ----------
@@ -71,8 +71,9 @@ def train(
         When the loss is no longer finite: the weights are then useless to everybody.
     """
     model.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    began = [parameter.detach().clone() for parameter in model.parameters()] if proximal_mu else []
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate)
+    began = [parameter.detach().clone() for parameter in trained] if proximal_mu else []
     total = 0.0
     for _ in range(epochs):
         total = 0.0
@@ -82,10 +83,10 @@ def train(
             loss = cross_entropy(logits, labels)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            for parameter, start in zip(model.parameters(), began, strict=False):
+            for parameter, start in zip(trained, began, strict=False):
                 assert parameter.grad is not None
                 parameter.grad += proximal_mu * (parameter.detach() - start)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+            torch.nn.utils.clip_grad_norm_(trained, MAX_GRADIENT_NORM)
             optimizer.step()
             total += loss.item() * len(rows)
         if not math.isfinite(total):
