@@ -1,4 +1,4 @@
-"""The Flower ClientApp: train and evaluate the run's transformer on this node's partition."""
+"""The Flower ClientApp: train and evaluate the run's transformer, or an adapter, on this node's partition."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -10,11 +10,10 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 from torch.nn import Module
-from transformers import PreTrainedModel
 
-from client import fingerprint
+from client import adapters, fingerprint
 from client.data import Examples, load_corpus, local_split, partition_rows
-from client.models import Encoder, build_encoder, build_examples, build_model
+from client.models import Encoder, build_encoder, build_examples
 from client.settings import ConfigError, Settings, parse_settings
 from client.training import evaluate as evaluate_model
 from client.training import pick_device, seed_everything
@@ -22,6 +21,7 @@ from client.training import train as train_model
 from rotfed import SymmetrySpec, load_spec
 from rotfed.anchors import Step
 from rotfed.flower import register_party, to_record, to_state_dict
+from rotfed.flower.adapters import RESIDUAL_KEY
 from rotfed.flower.party import Descent
 from rotfed.learned import Loss, model_loss, refine
 
@@ -46,7 +46,7 @@ class Node:
     settings: Settings
     partition_id: int
     server_round: int
-    model: PreTrainedModel
+    model: adapters.Model
     encode: Encoder
     train: Examples
     validation: Examples
@@ -66,7 +66,7 @@ def train(message: Message, context: Context) -> Message:
         "train-loss": loss,
         "train-seconds": time.perf_counter() - started,
     }
-    return _reply(message, node, metrics, to_record(node.model.state_dict()))
+    return _reply(message, node, metrics, to_record(adapters.travelling(node.model)))
 
 
 @app.evaluate()
@@ -135,9 +135,9 @@ def _prepare(message: Message, context: Context) -> Node:
     node = _initialise(context, server_round)
     own = node.settings.own_start and server_round == 1 and message.metadata.message_type.startswith("train")
     if not own:
-        arrays = message.content["arrays"]
-        assert isinstance(arrays, ArrayRecord)
-        node.model.load_state_dict(to_state_dict(arrays))
+        adapters.check_base(config, node.model, node.settings)
+        sent = {name: to_state_dict(record) for name, record in message.content.array_records.items()}
+        adapters.load_travelled(node.model, sent["arrays"], sent.get(RESIDUAL_KEY, {}))
     return node
 
 
@@ -149,7 +149,7 @@ def _initialise(context: Context, server_round: int) -> Node:
     rows = partition_rows(settings, num_partitions, partition_id)
     examples, validation = local_split(build_examples(settings, corpus, rows))
     seed_everything(settings.seed, 2, partition_id)
-    model = build_model(settings, corpus, pretrained=False)
+    model = adapters.build_trained(settings, corpus, pretrained=False)
     return Node(
         settings,
         partition_id,

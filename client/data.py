@@ -109,8 +109,8 @@ def partition_rows(settings: Settings, num_partitions: int, partition_id: int) -
         When there are fewer than 10 training examples per client or, where authors go to clients whole, fewer authors
         than clients.
     """
-    partitioners = _import("flwr_datasets.partitioner", "flwr-datasets")
-    datasets = _import("datasets", "flwr-datasets")
+    partitioners = import_extra("flwr_datasets.partitioner", "flwr-datasets")
+    datasets = import_extra("datasets", "flwr-datasets")
     corpus = load_corpus(settings)
     # IidPartitioner cuts contiguous pieces, and data sets may be sorted by label.
     rows = np.random.default_rng(settings.seed).permutation(corpus.train)[: settings.train_examples or None]
@@ -165,7 +165,7 @@ def local_split(examples: Examples) -> tuple[Examples, Examples]:
 
 
 def _digits(seed: int) -> Corpus:
-    digits = _import("sklearn.datasets", "scikit-learn").load_digits()
+    digits = import_extra("sklearn.datasets", "scikit-learn").load_digits()
     images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[:, None]
     labels = digits.target.astype(np.int64)
     train, test = _hold_out(len(labels), seed)
@@ -199,7 +199,7 @@ def _image_corpus(
 
 def _text_folder(folder: Path, seed: int) -> Corpus:
     """One subfolder of .txt files per class or author; a file that is not UTF-8 is read as latin-1."""
-    load_files = _import("sklearn.datasets", "scikit-learn").load_files
+    load_files = import_extra("sklearn.datasets", "scikit-learn").load_files
     bunch = load_files(folder, load_content=False, allowed_extensions=[".txt"], shuffle=False)
     names = tuple(bunch.target_names)
     labels = np.asarray(bunch.target, dtype=np.int64)
@@ -226,7 +226,7 @@ def _read_text(path: Path) -> str:
 
 def _hub(name: str, settings: Settings) -> Corpus:
     """Any data set that `datasets.load_dataset` opens: a hub name, or a folder it understands."""
-    datasets = _import("datasets", "flwr-datasets")
+    datasets = import_extra("datasets", "flwr-datasets")
     try:
         splits = datasets.load_dataset(name)
     except Exception as error:  # what is raised depends on hub, network and file formats
@@ -321,15 +321,15 @@ def _hold_out(count: int, seed: int) -> tuple[Indices, Indices]:
     return np.sort(order[test:]), np.sort(order[:test])
 
 
-def _import(module: str, package: str) -> Any:
-    """Import on use, because the library runs without the packages that only data needs."""
+def import_extra(module: str, package: str) -> Any:
+    """Import on use, because the library runs without the packages that only some runs of the apps need."""
     from importlib import import_module
 
     try:
         return import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{package}: not installed, and the data needs it; pip install 'rotfed[simulation]'"
+            f"{package}: not installed, and this run needs it; pip install 'rotfed[simulation]'"
         ) from error
 
 

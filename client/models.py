@@ -54,19 +54,26 @@ def build_model(settings: Settings, corpus: Corpus, *, pretrained: bool = True) 
     ConfigError
         When the model cannot be loaded, or its architecture has no head for the task.
     """
-    task = _TASKS[settings.task]
     if settings.built_in:
-        return _in_float32(task.built_in(settings, corpus))
+        return _in_float32(_TASKS[settings.task].built_in(settings, corpus))
+    return load_model(settings, corpus, pretrained)[0]
+
+
+def load_model(settings: Settings, corpus: Corpus, pretrained: bool = True) -> tuple[PreTrainedModel, list[str]]:
+    """As `build_model`, of a folder or the hub, and the names of what has new weights, which the checkpoint lacks."""
+    task, lacking = _TASKS[settings.task], []
     try:
         config = AutoConfig.from_pretrained(settings.model, **task.changes(corpus))
         if pretrained:
             # A head for other labels is replaced by a new one.
-            model = task.auto.from_pretrained(settings.model, config=config, ignore_mismatched_sizes=True)
+            options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, info = task.auto.from_pretrained(settings.model, config=config, **options)
+            lacking = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
         else:
             model = task.auto.from_config(config)
     except (OSError, ValueError) as error:
         raise _unloadable(settings, error) from error
-    return _in_float32(model)
+    return _in_float32(model), lacking
 
 
 def build_encoder(settings: Settings, corpus: Corpus, config: PretrainedConfig) -> Encoder:

@@ -12,6 +12,7 @@ from typing import Any
 
 from flwr.app.user_config import UserConfigValue
 
+from rotfed.adapters import METHODS
 from rotfed.errors import RotfedError
 
 STRATEGIES = ("fedavg", "fedprox", "fedadam")
@@ -20,6 +21,9 @@ PARTITIONS = ("iid", "dirichlet", "natural")
 STARTS = ("same", "different", "parties")
 CARRIES = ("auto", "plain", "aligned")
 LEARNED = ("none", "own", "together")
+AGGREGATIONS = ("", *METHODS)
+AS_TRAINED = ("rotation", "mean")
+"""The aggregations that leave each client's adapter the update that it is."""
 BUILT_IN_MODELS = {"image": "vit-small", "text": "bert-small", "language": "llama-small"}
 """One a task."""
 
@@ -40,6 +44,12 @@ class Settings:
     align, anchor, groups, layers, proper, strength, min_gain, carry, residual
         Whether replies are aligned first, and how (see `rotfed.flower.AlignedStrategy`): `groups` and `layers` are None
         for all of them; `residual` rotates the residual stream, too.
+    lora_rank, lora_alpha, lora_targets, aggregation
+        With a rank above 0 the pretrained model stays as it is, and what is trained and sent is a LoRA adapter of that
+        rank, with what the model has beside its backbone (a classifier's head) and what the checkpoint lacks, as a
+        whole. `lora_targets` names the modules that are adapted, None for all linear layers; `aggregation` is one of
+        `rotfed.aggregate_adapters`' methods, empty for rotfed's choice. Of the keys above, `align`, `proper` and
+        `strength` hold for adapters, too; those that are rotated go to what was sent out, whatever `anchor` says.
     task, dataset, train_examples, input_column, label_column, model, max_length
         What is learned: classes of images ("image") or texts ("text"), or what token comes next in a text
         ("language"). `dataset` is "digits", "fashion-mnist", a folder with a subfolder of .txt files for each class,
@@ -79,6 +89,10 @@ class Settings:
     min_gain: float
     carry: str
     residual: bool
+    lora_rank: int
+    lora_alpha: int
+    lora_targets: tuple[str, ...] | None
+    aggregation: str
     task: str
     dataset: str
     train_examples: int
@@ -162,6 +176,16 @@ def _check_together(settings: Settings) -> None:
             f"run config start = {settings.start!r} needs a built-in model to initialise, and model = "
             f"{settings.model!r} is pretrained; use start = 'same'"
         )
+    if settings.lora_rank and settings.built_in:
+        raise ConfigError(
+            f"run config lora-rank = {settings.lora_rank} adapts a pretrained model, and model = {settings.model!r} is "
+            "a new one; use a transformers folder or a hub id, or lora-rank = 0"
+        )
+    if settings.lora_rank and settings.align and settings.evaluate_clients and settings.aggregation not in AS_TRAINED:
+        raise ConfigError(
+            f"run config evaluate-clients = true needs each client's own adapter, and aggregation = "
+            f"{settings.aggregation!r} puts one in place of all; use 'rotation' or 'mean', or evaluate-clients = false"
+        )
     if settings.start == "parties" and settings.task == "text":
         raise ConfigError(
             "run config start = 'parties' needs a model whose residual stream can rotate, and 'bert-small' is none; "
@@ -190,6 +214,10 @@ def _parsers() -> dict[str, _Parser]:
         "min-gain": _number(0.0),
         "carry": _choice(CARRIES),
         "residual": _boolean,
+        "lora-rank": _integer(0),
+        "lora-alpha": _integer(1),
+        "lora-targets": _names,
+        "aggregation": _choice(AGGREGATIONS),
         "task": _choice(tuple(BUILT_IN_MODELS)),
         "dataset": _text,
         "train-examples": _integer(0),
@@ -286,7 +314,7 @@ def _absolute_path(key: str, value: UserConfigValue) -> str:
 
 def _names(key: str, value: UserConfigValue) -> tuple[str, ...] | None:
     if not isinstance(value, str):
-        raise _refuse(key, value, 'group names separated by commas such as "qk,vo", or empty for all')
+        raise _refuse(key, value, 'names separated by commas such as "qk,vo", or empty for all')
     return tuple(part.strip() for part in value.split(",") if part.strip()) or None
 
 

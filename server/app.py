@@ -1,6 +1,7 @@
-"""The Flower ServerApp: average the clients' transformers, aligned or not, and measure every round."""
+"""The Flower ServerApp: average the clients' transformers or adapters, aligned or not, and measure every round."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDic
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
-from transformers import PreTrainedModel
+from torch import Tensor
 
 import rotfed
+from client import adapters
 from client.data import Corpus, load_corpus
 from client.fingerprint import KEY as FINGERPRINT_KEY
 from client.fingerprint import fingerprint
-from client.models import build_encoder, build_examples, build_model, build_tokenizer
+from client.models import build_encoder, build_examples, build_tokenizer
 from client.settings import Settings, parse_settings
 from client.training import Evaluation, evaluate, pick_device, seed_everything
 from rotfed.flower import AlignedStrategy, MultiPartyStart, to_record, to_state_dict
@@ -24,6 +26,7 @@ from server.results import Recorder, environment
 app = ServerApp()
 
 TrainMetrics = Callable[[list[RecordDict], str], MetricRecord]
+Measure = Callable[[ArrayRecord, Mapping[str, Tensor]], Evaluation]
 
 
 @app.main()
@@ -51,7 +54,8 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
     # Python's generator too: Flower's sampling of nodes draws from it.
     seed_everything(settings.seed, 0)
     corpus = load_corpus(settings)
-    model = build_model(settings, corpus)
+    model = adapters.build_trained(settings, corpus)
+    base = adapters.base_config(model)
     measure = _measurement(model, settings, corpus)
     recorder.update(
         model={"parameters": sum(p.numel() for p in model.parameters())},
@@ -64,14 +68,14 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
         nonlocal last_train_metrics
         last_train_metrics = aggregate_metricrecords(replies, weighted_by)
         if settings.evaluate_clients:
-            accuracies = [measure(_arrays(reply)).accuracy for reply in replies]
+            accuracies = [measure(_arrays(reply), {}).accuracy for reply in replies]
             last_train_metrics["client-accuracies"] = accuracies
         return last_train_metrics
 
     strategy = build_strategy(settings, model, train_metrics)
 
     def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        measured = measure(arrays)
+        measured = measure(arrays, _residual(strategy))
         entry: dict[str, Any] = {"round": server_round, "loss": measured.loss, "accuracy": measured.accuracy}
         if server_round > 0:
             entry["train"] = dict(last_train_metrics)
@@ -83,9 +87,9 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
     grid = OrderedGrid(grid)
 
     def config() -> ConfigRecord:
-        return ConfigRecord({FINGERPRINT_KEY: fingerprint()})
+        return ConfigRecord({FINGERPRINT_KEY: fingerprint(), **base})
 
-    arrays = to_record(model.state_dict())
+    arrays = to_record(adapters.travelling(model))
     if settings.start == "parties":
         learned = None if settings.learned == "none" else settings.learned
         spec = rotfed.load_spec(model, residual=True)
@@ -102,11 +106,14 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
         evaluate_fn=evaluate_round,
     )
     if settings.save_model:
-        model.load_state_dict(to_state_dict(result.arrays))
-        _save(model, settings)
+        residual = _residual(strategy)
+        adapters.load_travelled(model, to_state_dict(result.arrays), residual)
+        adapters.save(model, settings.save_model, residual)
+        if settings.reads_text:
+            build_tokenizer(settings).save_pretrained(settings.save_model)
 
 
-def build_strategy(settings: Settings, model: PreTrainedModel, train_metrics: TrainMetrics) -> Strategy:
+def build_strategy(settings: Settings, model: adapters.Model, train_metrics: TrainMetrics) -> Strategy:
     """The strategy configured, around it alignment by the spec of `model`; SpecError when there is none that fits."""
     fedavg: dict[str, Any] = {
         "fraction_train": settings.fraction_train,
@@ -125,29 +132,31 @@ def build_strategy(settings: Settings, model: PreTrainedModel, train_metrics: Tr
         inner = FedAvg(**fedavg)
     if not settings.align:
         return inner
-    return AlignedStrategy(
-        inner,
-        rotfed.load_spec(model, residual=settings.residual),
-        anchor=settings.anchor,
-        groups=settings.groups,
-        layers=settings.layers,
-        proper=settings.proper,
-        strength=settings.strength,
-        min_gain=settings.min_gain,
-        carry=settings.carry,
-    )
+    options: dict[str, Any] = {
+        "groups": settings.groups,
+        "layers": settings.layers,
+        "proper": settings.proper,
+        "strength": settings.strength,
+        "aggregation": settings.aggregation or None,
+    }
+    if settings.lora_rank:
+        return AlignedStrategy(inner, rotfed.load_adapter_spec(model), **options)
+    options |= {"anchor": settings.anchor, "min_gain": settings.min_gain, "carry": settings.carry}
+    return AlignedStrategy(inner, rotfed.load_spec(model, residual=settings.residual), **options)
 
 
-def _measurement(model: PreTrainedModel, settings: Settings, corpus: Corpus) -> Callable[[ArrayRecord], Evaluation]:
-    """Parameters -> how well they do on the held-out split, using `model` as their body."""
+def _measurement(model: adapters.Model, settings: Settings, corpus: Corpus) -> Measure:
+    """What was aggregated, and left for the base weights -> how well it does on the held-out split, in `model`."""
     encode = build_encoder(settings, corpus, model.config)
     held_out = build_examples(settings, corpus, corpus.test)
     device = pick_device()
 
-    def measure(arrays: ArrayRecord) -> Evaluation:
+    def measure(arrays: ArrayRecord, residual: Mapping[str, Tensor]) -> Evaluation:
+        # The base weights stay as they were loaded, since every round's residual is the sum so far.
+        body = copy.deepcopy(model) if residual else model
         # What a strategy sees of a reply may lack integer buffers, which no training changes.
-        model.load_state_dict({**model.state_dict(), **to_state_dict(arrays)})
-        return evaluate(model, encode, held_out, batch_size=settings.batch_size, device=device)
+        adapters.load_travelled(body, {**adapters.travelling(body), **to_state_dict(arrays)}, residual)
+        return evaluate(body, encode, held_out, batch_size=settings.batch_size, device=device)
 
     return measure
 
@@ -156,7 +165,5 @@ def _arrays(reply: RecordDict) -> ArrayRecord:
     return next(iter(reply.array_records.values()))
 
 
-def _save(model: PreTrainedModel, settings: Settings) -> None:
-    model.save_pretrained(settings.save_model)
-    if settings.reads_text:
-        build_tokenizer(settings).save_pretrained(settings.save_model)
+def _residual(strategy: Strategy) -> dict[str, Tensor]:
+    return strategy.residual if isinstance(strategy, AlignedStrategy) else {}
