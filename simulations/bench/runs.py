@@ -107,8 +107,6 @@ def _digest(message: Message, context: Context) -> str:
     """Everything that a reply depends on; the message's config holds the code's fingerprint."""
     config = message.content.config_records["config"]
     own = {key: value for key, value in context.run_config.items() if key not in _SERVER_KEYS}
-    if not own.get("lora-rank"):
-        own = {key: value for key, value in own.items() if not key.startswith("lora-")}
     node = [context.node_config[key] for key in ("partition-id", "num-partitions")]
     digest = hashlib.sha256(json.dumps([sorted(config.items()), sorted(own.items()), node, torch.__version__]).encode())
     for name, array in message.content.array_records["arrays"].items():
