@@ -175,6 +175,16 @@ def test_a_first_small_update_leaves_a_where_it_was() -> None:
     assert float(even.A.norm()) < 0.2 * float(before.A.norm())
 
 
+@pytest.mark.parametrize("size", [1e-2, 1e-3])
+def test_a_much_larger_anchor_costs_the_update_no_digits(size: float) -> None:
+    for seed in range(4):
+        # The frame nearest to such an anchor has components of its size, that cancel each other.
+        clients = [Factors(size * f.B, f.A) for f in (random(64, 48, 8, 10 * seed + n) for n in range(3))]
+        found = optimal(clients, SHARES, anchor=random(64, 48, 8, 10 * seed + 7))
+        rounded = Factors(found.B.bfloat16(), found.A.bfloat16())
+        assert float((product(rounded) - product(found)).norm()) < 0.04 * float(product(found).norm())
+
+
 def test_what_the_update_lacks_keeps_the_anchors_a() -> None:
     before = Factors(torch.zeros(9, 4, dtype=torch.float64), random(9, 8, 4).A)
     untrained = optimal([before, before], [0.5, 0.5], anchor=before)

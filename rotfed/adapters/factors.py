@@ -22,8 +22,10 @@ OVER = ("both", "A", "B")
 # Singular values below this share of the largest are what rounding leaves in float64.
 _NOTHING = 1e-11
 
-# How far G^-1 G may be from the identity in a change of frame.
+# How far G^-1 G may be from the identity in a change of frame, and how many times larger than the update its components
+# may become, which cancel each other: what is rounded then is each of them.
 _INVERSE = 1e-9
+_CANCELLED = 10.0
 
 
 class Factors(NamedTuple):
@@ -253,8 +255,10 @@ def nearest_frame(factors: Factors, anchor: Factors | None, steps: int = 8) -> F
     From the better of two closed forms (the nearest rotation; A as near to the anchor's as its rows allow, B following)
     Gauss-Newton descends: to first order (I + X)^-1 A is A - X A, and the best X solves the Sylvester equation
     B^T B X + X A A^T = B^T (B_anchor - B) + (A - A_anchor) A^T, of size r. A step counts only where the distance falls,
-    so the result is never further than the nearest rotation. Directions in which the update has nothing (B and A both
-    zero) would stay dead under any training: they take A from the anchor, and B stays zero.
+    so the result is never further than the nearest rotation. Frames whose components are large beside the update and
+    cancel each other, as those near to a much larger anchor may be, would lose it when factors are rounded to their
+    type, and are no candidates. Directions in which the update has nothing (B and A both zero) would stay dead under
+    any training: they take A from the anchor, and B stays zero.
     """
     if anchor is None:
         return factors.double()
@@ -263,14 +267,14 @@ def nearest_frame(factors: Factors, anchor: Factors | None, steps: int = 8) -> F
     X, Y = factors.B.mT @ anchor.B, factors.A @ anchor.A.mT
     identity = torch.eye(factors.rank, dtype=torch.float64, device=P.device)
     base = anchor.B.square().sum((-2, -1)) + anchor.A.square().sum((-2, -1))
+    largest = _CANCELLED**2 * (P * Q).sum((-2, -1))
 
     def distance2(G: Tensor, H: Tensor) -> Tensor:
-        found = ((G.mT @ P @ G).diagonal(dim1=-2, dim2=-1).sum(-1) - 2 * (G * X).sum((-2, -1)) + base) + (
-            (H @ Q @ H.mT).diagonal(dim1=-2, dim2=-1).sum(-1) - 2 * (H.mT * Y).sum((-2, -1))
-        )
+        b, a = ((G.mT @ P @ G).diagonal(dim1=-2, dim2=-1), (H @ Q @ H.mT).diagonal(dim1=-2, dim2=-1))
+        found = (b.sum(-1) - 2 * (G * X).sum((-2, -1)) + base) + (a.sum(-1) - 2 * (H.mT * Y).sum((-2, -1)))
         # An inverse that lost its digits would be another update.
         inverse = (G @ H - identity).abs().amax((-2, -1)) < _INVERSE
-        return torch.where(inverse & found.isfinite(), found, torch.inf)
+        return torch.where(inverse & found.isfinite() & ((b * a).sum(-1) <= largest), found, torch.inf)
 
     def better(new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
         falls = distance2(*new) < distance2(*old)
@@ -279,7 +283,8 @@ def nearest_frame(factors: Factors, anchor: Factors | None, steps: int = 8) -> F
 
     turn = orthogonal_procrustes(X + Y)
     follow = torch.linalg.solve_ex(Q, Y)[0].mT
-    found, _ = better((torch.linalg.inv_ex(follow)[0], follow), (turn, turn.mT))
+    found, _ = better((turn, turn.mT), (identity.expand_as(turn), identity.expand_as(turn)))
+    found, _ = better((torch.linalg.inv_ex(follow)[0], follow), found)
     size = torch.ones(P.shape[:-2], dtype=torch.float64, device=P.device)
     for _ in range(steps):
         G, H = found
