@@ -259,6 +259,36 @@ def test_an_alpha_that_goes_with_the_rank_is_said() -> None:
     (module, *_) = spec.resolve(state(small))
     assert spec.scale(module, 2) == 2.0 and spec.scale(module, 4) == 1.5
 
+    with pytest.raises(SpecError, match="alphas: expected ranks as whole numbers, found '2'"):
+        load_adapter_spec(large, alphas={"2": 4})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_start_that_changes_the_base_weights_has_one_rank_everywhere(start: str) -> None:
+    settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": start}
+    CASES["start"] = (llama, {**settings, "rank_pattern": {"v_proj": 3}})
+    clients = [adapted("start", seed=seed, dtype=torch.float32) for seed in range(3)]
+    spec = load_adapter_spec(clients[0])
+    aggregate_adapters([state(client) for client in clients], spec)
+    CASES["start"] = (llama, settings)
+    small = state(adapted("start", 2, dtype=torch.float32))
+    del CASES["start"]
+    for rank, models in ((None, [state(clients[0]), small]), ("sum", [state(client) for client in clients]), (2, [])):
+        with pytest.raises(SpecError, match=f"expected rank 4, found .*'{start}' starts with other base weights"):
+            aggregate_adapters(models or [state(clients[0])], spec, rank=rank)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="starts with other base weights"):
+        fit_adapter(state(clients[0]), small, spec)
+
+
+def test_patterns_count_from_the_base_model_whatever_its_modules_are_called() -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["one", "two"], alpha_pattern={"^module.one": 3})
+    model = get_peft_model(nn.ModuleDict({"module": mixed()}), config)
+    spec = load_adapter_spec(model)
+    scales = {module.name: spec.scale(module, 4) for module in spec.resolve(state(model))}
+    layers = {name: module.scaling["default"] for name, module in model.named_modules() if name in scales}
+    assert scales == layers and set(scales.values()) == {0.75, 2.0}
+
 
 def test_a_client_of_a_higher_rank_keeps_its_own_a_where_the_update_has_nothing() -> None:
     large, small = adapted("plain", 8), adapted("plain", 2)
@@ -350,6 +380,27 @@ def test_a_residual_is_added_once_and_never_to_what_it_would_break() -> None:
     }
     with pytest.raises(AlignmentError, match="tied to another"):
         add_residual(tied, one)
+    again = get_peft_model(model.unload(), LoraConfig(**CASES["plain"][1]))
+    with pytest.raises(AlignmentError, match="one that has one already"):
+        add_residual(again, record)
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        quantised = adapted("plain", dtype=torch.float32)
+        for parameter in quantised.parameters():
+            parameter.requires_grad_(False).data = parameter.data.to(dtype)
+        with pytest.raises(AlignmentError, match="expected a floating-point base weight"):
+            add_residual(quantised, record)
+    B, A = list(record)[:2]
+    for odd, message in [
+        ({B: record[B]}, "expected residual_B and residual_A of a module"),
+        ({A: record[A]}, "expected residual_B and residual_A of a module"),
+        ({B: record[B], A: record[A][:1]}, "expected a residual of two factors"),
+        ({B: record[B] * torch.nan, A: record[A]}, "NaN"),
+        ({B: record[B].numpy(), A: record[A]}, "expected a dense torch.Tensor, found ndarray"),
+    ]:
+        fresh = adapted("plain")
+        with pytest.raises(AlignmentError, match=message):
+            add_residual(fresh, odd)
+        torch.testing.assert_close(fresh.state_dict(), adapted("plain").state_dict(), rtol=0, atol=0)
     with pytest.raises(AlignmentError, match="expected a floating-point base weight of shape"):
         add_residual(adapted("mixed"), {n.replace("model.embed_tokens", "embed"): t for n, t in one.items()})
     with pytest.raises(AlignmentError, match="no such module"):
@@ -379,6 +430,8 @@ def test_what_float32_rounds_away_is_no_component_of_a_residual() -> None:
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters: expected unset"),
         ({"lora_alpha": 0}, "lora_alpha: expected a positive number, found 0"),
         ({"alpha_pattern": {"q_proj": -1}}, "q_proj: expected a positive number"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern: expected values by a module's name or pattern"),
+        ({"rank_pattern": {"(": 2}}, "rank_pattern: expected values by a module's name or pattern"),
     ],
 )
 def test_other_methods_are_refused_by_their_configuration(settings: dict[str, Any], message: str) -> None:
@@ -409,6 +462,12 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
         ),
         (changed(n__lora_A__other__weight=torch.ones(2, 5)), "expected one adapter, found 'other'"),
         ({"head.weight": torch.ones(2)}, "expected lora_A and lora_B among the parameters, found none"),
+        (changed(m__lora_A__weight=torch.tensor(1.0)), r"m.lora_B.weight: .*found shapes \(6, 2\) and \(\)"),
+        (changed(m__lora_A__weight=torch.ones(2, 5).to(torch.float8_e4m3fn)), "factor, found torch.float8_e4m3fn"),
+        (
+            {"m.lora_embedding_A": torch.ones(2, 5, 3), "m.lora_embedding_B": torch.ones(6, 2, 1)},
+            "factors that are no plain product",
+        ),
     ],
 )
 def test_what_is_no_plain_product_is_refused_by_name(params: dict[str, Tensor], message: str) -> None:
@@ -425,7 +484,26 @@ def test_adapters_that_do_not_fit_each_other_are_refused() -> None:
     ]:
         with pytest.raises(AlignmentError, match=message):
             aggregate_adapters([changed(), other], spec)
+    for anchor, message in [
+        (changed(m__lora_B__weight=torch.full((6, 2), torch.nan)), "finite values in the anchor"),
+        (changed(m__lora_A__weight=torch.ones(2, 5, device="meta")), "anchor, found a meta tensor"),
+        (changed(head=torch.ones(2, dtype=torch.complex64)), "head: expected a dense tensor of real numbers"),
+        (changed(head=torch.ones(2, 2).to_sparse()), "head: expected a dense tensor of real numbers"),
+    ]:
+        models = [{**changed(), "head": anchor["head"]} if "head" in anchor else changed()]
+        with pytest.raises(AlignmentError, match=message):
+            aggregate_adapters(models, spec, anchor=anchor)
+    for nothing in ([], changed()):
+        with pytest.raises(AlignmentError, match="adapters: expected a list of at least one state dict"):
+            aggregate_adapters(nothing, spec)  # type: ignore[arg-type]
+    larger = {"m.lora_A.weight": torch.ones(3, 7), "m.lora_B.weight": torch.ones(6, 3)}
+    with pytest.raises(AlignmentError, match=r"m: expected an update of shape \(6, 7\), found \(6, 5\) in the server"):
+        fit_adapter(changed(), larger, spec)
+    with pytest.raises(AlignmentError, match="finite values in the server's adapter"):
+        fit_adapter(changed(m__lora_B__weight=torch.full((6, 2), torch.nan)), changed(), spec)
     for keywords, message in [
+        ({"rank": 1.5}, "rank: expected a positive one with 'optimal' only, found 1.5"),
+        ({"rank": "all"}, "rank: expected a positive one with 'optimal' only, found 'all'"),
         ({"method": "best"}, "method: expected one of mean"),
         ({"strength": 2.0}, "strength: expected a number from 0 to 1"),
         ({"method": "mean", "rank": 1}, "rank: expected a positive one with 'optimal' only"),

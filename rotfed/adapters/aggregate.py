@@ -22,6 +22,7 @@ from rotfed.adapters.spec import AdapterSpec, Module, Params
 from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError
 from rotfed.mergers import mean_tensor, normalised_weights, restore_type
+from rotfed.spec import no_plain_tensor
 from rotfed.transform import to_work
 
 METHODS = ("mean", "rotation", "optimal", "exact", "exact-mean", "stack")
@@ -108,9 +109,11 @@ def aggregate_adapters(
     if method not in METHODS:
         raise AlignmentError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
     check_rotation(strength)
-    if rank is not None and (method != "optimal" or (rank != "sum" and rank < 1)):
+    if rank is not None and (method != "optimal" or (rank != "sum" and (type(rank) is not int or rank < 1))):
         raise AlignmentError(f"rank: expected a positive one with 'optimal' only, found {rank!r} with {method!r}")
-    models = list(adapters)
+    models = [] if isinstance(adapters, Mapping) else list(adapters)
+    if not models:
+        raise AlignmentError(f"adapters: expected a list of at least one state dict, found {type(adapters).__name__}")
     shares = normalised_weights(len(models), weights)
     like = models[0] if anchor is None else anchor
     modules = _check_alike(models, like, spec)
@@ -194,6 +197,13 @@ def fit_adapter(params: Params, like: Params, spec: AdapterSpec) -> dict[str, Te
     if odd := sorted({module.name for module in spec.resolve(params)} ^ set(ours)):
         place = "in the client's adapter" if odd[0] in ours else "in the server's adapter"
         raise AlignmentError(f"{odd[0]}: expected in both adapters, found {place} only; adapt the same modules")
+    for module in spec.resolve(params):
+        if (found := _outer(module.read(params))) != (expected := _outer(ours[module.name])):
+            raise AlignmentError(
+                f"{module.name}: expected an update of shape {expected}, found {found} in the server's adapter; adapt "
+                "the same base model"
+            )
+    check_finite(params, "server's adapter")
     return _refit(params, spec, ours)
 
 
@@ -225,23 +235,25 @@ def _check_alike(models: Sequence[Params], like: Params, spec: AdapterSpec) -> l
     modules = spec.resolve(like)
     shapes = {module.name: _outer(module.read(like)) for module in modules}
     factors = {name for module in modules for name in (module.a, module.b)}
-    for number, model in enumerate(models):
+    for role, model in [("anchor", like), *((f"adapter {number}", model) for number, model in enumerate(models))]:
         if odd := sorted(set(model) ^ set(like)):
-            place = "the first" if odd[0] in like else f"adapter {number}"
+            place = "the first" if odd[0] in like else role
             raise AlignmentError(f"{odd[0]}: expected in every adapter, found in {place} only; adapt the same modules")
         for module in spec.resolve(model):
             if (found := _outer(module.read(model))) != shapes[module.name]:
                 raise AlignmentError(
-                    f"{module.name}: expected an update of shape {shapes[module.name]}, found {found} in adapter "
-                    f"{number}; adapt the same base model"
+                    f"{module.name}: expected an update of shape {shapes[module.name]}, found {found} in {role}; adapt "
+                    "the same base model"
                 )
         for name in model.keys() - factors:
+            if kind := no_plain_tensor(model[name]) or ("complex numbers" if model[name].is_complex() else ""):
+                raise AlignmentError(f"{name}: expected a dense tensor of real numbers in {role}, found {kind}")
             if model[name].shape != like[name].shape:
                 raise AlignmentError(
-                    f"{name}: expected shape {tuple(like[name].shape)}, found {tuple(model[name].shape)} in adapter "
-                    f"{number}; adapt the same base model"
+                    f"{name}: expected shape {tuple(like[name].shape)}, found {tuple(model[name].shape)} in {role}; "
+                    "adapt the same base model"
                 )
-        check_finite(model, f"adapter {number}")
+        check_finite(model, role)
     return modules
 
 

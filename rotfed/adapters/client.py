@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from rotfed.adapters.factors import Factors
-from rotfed.adapters.spec import AdapterSpec
+from rotfed.adapters.spec import AdapterSpec, computable
+from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError
+from rotfed.spec import no_plain_tensor
 
 TRAINED = ("both", "A", "B")
 
@@ -38,15 +40,34 @@ def residual_record(residual: Mapping[str, Factors]) -> dict[str, Tensor]:
     }
 
 
+def read_residual(record: Mapping[str, Tensor]) -> dict[str, Factors]:
+    """The factors of a residual's record, by module. Raises AlignmentError where they are no finite pairs."""
+    modules = dict.fromkeys(name.rpartition(".residual_")[0] for name in record)
+    if odd := sorted(record.keys() ^ {f"{module}.residual_{side}" for module in modules for side in "BA"}):
+        raise AlignmentError(f"{odd[0]}: expected residual_B and residual_A of a module, found one alone; pass both")
+    for name, tensor in record.items():
+        if found := no_plain_tensor(tensor):
+            raise AlignmentError(f"{name}: expected a dense torch.Tensor, found {found}; convert it first")
+    check_finite(record, "residual")
+    factors = {name: Factors(record[f"{name}.residual_B"], record[f"{name}.residual_A"]) for name in modules}
+    for name, (B, A) in factors.items():
+        if (B.ndim, A.ndim) != (2, 2) or B.shape[1] != A.shape[0]:
+            raise AlignmentError(
+                f"{name}: expected a residual of two factors, found shapes {tuple(B.shape)} and {tuple(A.shape)}; pass "
+                "what the server sent"
+            )
+    return factors
+
+
 def add_residual(model: nn.Module, residual: Mapping[str, Tensor]) -> None:
     """Add what a server's `"exact"` or `"stack"` aggregation left over to the base weights of a PEFT model.
 
     Parameters: `model`, a PeftModel (or what has the same module names) over the base model as it was loaded;
     `residual`, what the server sent beside the adapter: `to_state_dict(message.content["residual"])`, the sum over all
-    rounds. The model is changed. Raises AlignmentError, with nothing changed, where a residual was added before, where
-    a base weight is quantised, tied to another or of another shape.
+    rounds. The model is changed. Raises AlignmentError, with nothing changed, where a residual was added before (by
+    another PeftModel over the same base, too), where a base weight is quantised, tied to another or of another shape.
     """
-    if getattr(model, _ADDED, False):
+    if any(getattr(part, _ADDED, False) for part in model.modules()):
         raise AlignmentError(
             "residual: expected the base model as it was loaded, found one that has one already; the server sends "
             "the sum over all rounds, so load the base model anew"
@@ -55,8 +76,8 @@ def add_residual(model: nn.Module, residual: Mapping[str, Tensor]) -> None:
     for part in model.modules():
         for parameter in part.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(id(part))
-    moved: dict[int, tuple[Tensor, Factors, bool]] = {}
-    for name in [key.removesuffix(".residual_B") for key in residual if key.endswith(".residual_B")]:
+    moved: dict[int, tuple[nn.Module, Factors, bool]] = {}
+    for name, (B, A) in read_residual(residual).items():
         try:
             layer = model.get_submodule(name)
         except AttributeError as error:
@@ -67,10 +88,10 @@ def add_residual(model: nn.Module, residual: Mapping[str, Tensor]) -> None:
         while isinstance(nested := getattr(base, "base_layer", None), nn.Module):
             base = nested
         weight = getattr(base, "weight", None)
-        B, A = residual[f"{name}.residual_B"], residual[f"{name}.residual_A"]
         transposed = bool(getattr(layer, "fan_in_fan_out", False))
         flat = [A.shape[1], B.shape[0]] if transposed else [B.shape[0], A.shape[1]]
-        if not isinstance(weight, Tensor) or not weight.is_floating_point() or list(weight.flatten(1).shape) != flat:
+        plain = isinstance(weight, Tensor) and not no_plain_tensor(weight) and computable(weight) and not weight.is_meta
+        if not isinstance(weight, Tensor) or not plain or list(weight.flatten(1).shape) != flat:
             found = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"
             raise AlignmentError(
                 f"{name}: expected a floating-point base weight of shape {tuple(flat)}, found {found}; a residual can "
@@ -81,10 +102,11 @@ def add_residual(model: nn.Module, residual: Mapping[str, Tensor]) -> None:
                 f"{name}: expected a base weight of its own, found one that is tied to another module's, which would "
                 "move with it; aggregate by 'optimal'"
             )
-        moved[id(weight)] = (weight, Factors(B, A), transposed)
+        moved[id(weight)] = (base, Factors(B, A), transposed)
     with torch.no_grad():
-        for weight, factors, transposed in moved.values():
+        for base, factors, transposed in moved.values():
+            weight = base.get_parameter("weight")
             B, A = (factor.to(weight.device, torch.promote_types(weight.dtype, torch.float32)) for factor in factors)
             delta = (B @ A).mT if transposed else B @ A
             weight.copy_(weight.to(delta.dtype) + delta.reshape(weight.shape))
-    setattr(model, _ADDED, True)
+            setattr(base, _ADDED, True)

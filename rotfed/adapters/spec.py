@@ -32,7 +32,11 @@ _MAGNITUDE = re.compile(r".+\.lora_magnitude_vector(\.(?!weight$)[^.]+)?(\.weigh
 _FOREIGN = re.compile(
     r"(^|\.)(lora_|ia3_|p?vera_|hada_|lokr_|b?oft_|randlora_|vblora_|fourierft_|adaption_|prefix|prompt_e)"
 )
-_PREFIX = re.compile(r"^(module\.|_orig_mod\.|base_model\.model\.)*")
+# What PEFT counts from is the base model: a module of its own may be called `module`.
+_PREFIX = re.compile(r"^(module\.|_orig_mod\.)*(base_model\.model\.)*")
+
+# Ways to start an adapter that leave the base weights as they are.
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 # Settings with which A and B are more than two factors of one update, with the reason.
 _VARIANTS = {
@@ -88,13 +92,29 @@ class AdapterSpec:
     alphas: Mapping[int, float] = field(default_factory=dict)
 
     def scale(self, module: Module, rank: int) -> float:
-        """The factor before `B @ A` in a module's update, at a rank."""
-        alpha = self.alphas.get(rank, self.config["lora_alpha"])
-        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", plain_name(module.name)):
-                alpha = value
-                break
+        """The factor before `B @ A` in a module's update, at a rank.
+
+        Raises SpecError for another rank than the configuration's where the start of the adapter took that many
+        components out of the base weights, so that an update of another rank belongs to other weights.
+        """
+        start, own = (
+            self.config.get("init_lora_weights"),
+            self._by_pattern("rank_pattern", module, self.config.get("r")),
+        )
+        if start not in PLAIN_STARTS and rank != own:
+            raise SpecError(
+                f"{module.name}: expected rank {own}, found {rank}; {start!r} starts with other base weights at every "
+                "rank, so take one rank for all, or convert the adapter to plain LoRA (save_pretrained with "
+                "path_initial_model_for_weight_conversion)"
+            )
+        alpha = self._by_pattern("alpha_pattern", module, self.alphas.get(rank, self.config["lora_alpha"]))
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _by_pattern(self, key: str, module: Module, usual: Any) -> Any:
+        """What the first pattern of a setting says that fits a module, as PEFT looks it up."""
+        name = plain_name(module.name)
+        patterns = (self.config.get(key) or {}).items()
+        return next((value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", name)), usual)
 
     def resolve(self, params: Params) -> list[Module]:
         """The adapted modules, in order; all other parameters are averaged as they are.
@@ -113,7 +133,7 @@ class AdapterSpec:
                         "whose factors are no plain product; average these without an adapter spec"
                     )
                 continue
-            if found_type := no_plain_tensor(tensor) or ("" if tensor.is_floating_point() else str(tensor.dtype)):
+            if found_type := no_plain_tensor(tensor) or ("" if computable(tensor) else str(tensor.dtype)):
                 raise SpecError(f"{name}: expected a dense floating-point factor, found {found_type}; dequantise it")
             kind = match["kind"] or match["embedding"]
             adapters.setdefault(match["adapter"] or match["embedded"] or "", name)
@@ -137,6 +157,11 @@ class AdapterSpec:
         return [name for name in params if name not in taken]
 
 
+def computable(tensor: Tensor) -> bool:
+    """Whether a tensor is of a floating-point type that torch computes in."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
 def plain_name(module: str) -> str:
     """A module's name in the base model, without the prefixes of PEFT and of wrappers."""
     return _PREFIX.sub("", module)
@@ -150,8 +175,9 @@ def _module(name: str, kinds: Mapping[str, str], params: Params) -> Module:
             present = kinds.get(stem + other) or next(iter(kinds.values()))
             raise SpecError(f"{present}: expected {stem}{kind} beside it, found none; send both factors")
     A, B = params[kinds[stem + "A"]], params[kinds[stem + "B"]]
-    rank = A.shape[0]
-    if min(A.ndim, B.ndim) < 2 or not rank or B.shape[1] != rank or math.prod(B.shape[2:]) != 1:
+    rank = A.shape[0] if A.ndim else 0
+    flat = max(A.ndim, B.ndim) == 2 or not embedding
+    if min(A.ndim, B.ndim) < 2 or not flat or not rank or B.shape[1] != rank or math.prod(B.shape[2:]) != 1:
         raise SpecError(
             f"{kinds[stem + 'B']}: expected {rank} columns for the {rank} rows of {kinds[stem + 'A']}, found shapes "
             f"{tuple(B.shape)} and {tuple(A.shape)}; grouped convolutions and other factors that are no plain product "
@@ -177,6 +203,14 @@ def load_adapter_spec(source: Any, alphas: Mapping[int, float] | None = None) ->
         if config.get(key):
             raise SpecError(f"{key}: expected unset, found {config[key]!r}, {reason}; train plain LoRA, rsLoRA or DoRA")
     spec = AdapterSpec(config, dict(alphas or {}))
+    for key in ("alpha_pattern", "rank_pattern"):
+        try:
+            for pattern in dict(config.get(key) or {}):
+                re.compile(pattern)
+        except (TypeError, ValueError, re.error) as error:
+            raise SpecError(f"{key}: expected values by a module's name or pattern, found {config[key]!r}") from error
+    if odd := [rank for rank in spec.alphas if not isinstance(rank, int)]:
+        raise SpecError(f"alphas: expected ranks as whole numbers, found {odd[0]!r}; write {{8: 16}}")
     for name, alpha in [
         ("lora_alpha", config.get("lora_alpha")),
         *(config.get("alpha_pattern") or {}).items(),
