@@ -114,6 +114,7 @@ def test_types_and_tokenizer_are_the_first_ones(tmp_path: Path) -> None:
         ({"base_model_name_or_path": "another"}, [], "expected base_model_name_or_path .* found 'another'"),
         ({"target_modules": ["q_proj"]}, [], r"expected target_modules \['q_proj', 'v_proj'\]"),
         ({"init_lora_weights": "pissa"}, [], "expected init_lora_weights 'plain'"),
+        ({"init_lora_weights": "corda"}, [], "expected init_lora_weights that leaves the base weights as they are"),
         ({"peft_type": "LOHA"}, [], "peft_type: expected 'LORA', found 'LOHA'"),
         ({}, ["--aggregation", "exact"], "aggregation: expected one of optimal, rotation, mean, stack"),
         ({}, ["--aggregation", "mean", "--rank", "2"], "rank: expected unset for 'mean'"),
@@ -133,12 +134,31 @@ def test_what_does_not_go_together_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
+def test_adapters_on_base_weights_that_their_start_changed_keep_rank_and_scale(tmp_path: Path) -> None:
+    models = [write(tmp_path / name, seed, init_lora_weights="pissa") for seed, name in enumerate("ab")]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    code, output = run("merge", *folders, "-o", tmp_path / "out")
+    assert code == 0, output
+    merged = PeftModel.from_pretrained(llama(), str(tmp_path / "out"))
+    for name, tensor in merged.named_parameters():
+        if "base_layer" in name:
+            torch.testing.assert_close(tensor, dict(models[0].named_parameters())[name])
+    for options in (["--rank", "2"], ["--aggregation", "stack"]):
+        code, output = run("merge", *folders, "-o", tmp_path / "other", *options)
+        assert code == 1 and "'pissa' starts with other base weights at every rank" in output, output
+    write(tmp_path / "b", 1, init_lora_weights="pissa", r=2)
+    code, output = run("merge", *folders, "-o", tmp_path / "other")
+    assert code == 1 and "b: expected r 4 as in" in output, output
+
+
 def test_adapters_and_whole_models_do_not_mix(tmp_path: Path) -> None:
     write(tmp_path / "a", 0)
     EXAMPLES["vit"].model().save_pretrained(tmp_path / "whole")
     for order in (("a", "whole"), ("whole", "a")):
         code, output = run("merge", *(tmp_path / name for name in order), "-o", tmp_path / "out")
         assert code == 1 and "a: expected a whole model as" in output.replace(str(tmp_path) + "/", ""), output
+    code, output = run("merge", tmp_path / "a", tmp_path / "none", "-o", tmp_path / "out")
+    assert code == 1 and "none: expected an adapter as" in output, output
     code, output = run("merge", tmp_path / "whole", tmp_path / "whole", "-o", tmp_path / "out", "--rank", 2)
     assert code == 1 and "--rank: expected none for whole models" in output
     code, output = run("barrier", tmp_path / "a", tmp_path / "a", "--data", tmp_path, "-o", tmp_path / "out")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotfed.adapters.aggregate import Aggregated, aggregate_adapters
-from rotfed.adapters.spec import AdapterSpec, Params, load_adapter_spec, plain_name
+from rotfed.adapters.spec import PLAIN_STARTS, AdapterSpec, Params, load_adapter_spec, plain_name
 from rotfed.checkpoints import ADAPTER_CONFIG, check_target, read_tensors, write_checkpoint
 from rotfed.errors import AlignmentError, SpecError
 
@@ -34,8 +34,10 @@ _FREE = {
     "eva_config",
     "auto_mapping",
 }
-# Ways to start an adapter that leave the base weights as they are.
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+# With a start that takes components out of the base weights, those settings count that say how many, and only these
+# starts take the same ones out of the same weights every time.
+_OF_THE_START = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+_REPEATABLE_STARTS = ("pissa", "olora")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +62,16 @@ def read_adapter(path: Path) -> AdapterFolder:
 def check_compatible(folders: Sequence[AdapterFolder]) -> None:
     """Raise AlignmentError, naming the setting, for adapters whose updates do not go onto the same base weights."""
     first = folders[0]
+    for folder in folders:
+        start = folder.spec.config.get("init_lora_weights")
+        if start not in (*PLAIN_STARTS, *_REPEATABLE_STARTS):
+            raise AlignmentError(
+                f"{folder.path}: expected init_lora_weights that leaves the base weights as they are, found {start!r}; "
+                "convert the adapter to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+            )
+    free = _FREE if first.spec.config.get("init_lora_weights") in PLAIN_STARTS else _FREE - _OF_THE_START
     for other in folders[1:]:
-        for key in sorted((first.spec.config.keys() | other.spec.config.keys()) - _FREE):
+        for key in sorted((first.spec.config.keys() | other.spec.config.keys()) - free):
             one, two = (_comparable(key, folder.spec.config.get(key)) for folder in (first, other))
             if one != two:
                 raise AlignmentError(
@@ -119,7 +129,7 @@ def check_adapter_target(out: Path, models: Sequence[Path], force: bool) -> None
 
 def _comparable(key: str, value: object) -> object:
     if key == "init_lora_weights":
-        return "plain" if value in _PLAIN_STARTS else value
+        return "plain" if value in PLAIN_STARTS else value
     if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
         return sorted(value)
     # Versions of PEFT write different settings that are not in use.

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rotfed.adapters.folders import check_adapter_target, merge_adapters, read_adapter, write_adapter
-from rotfed.checkpoints import is_adapter
+from rotfed.checkpoints import ADAPTER_CONFIG, is_adapter
 from rotfed.errors import AlignmentError
 from rotfed.mergers import normalised_weights
 
@@ -17,6 +17,8 @@ def all_adapters(models: Sequence[Path]) -> bool:
     kinds = {path: is_adapter(path) for path in models}
     if len(set(kinds.values())) > 1:
         adapter, whole = (next(path for path, kind in kinds.items() if kind is wanted) for wanted in (True, False))
+        if not (whole / "config.json").is_file():
+            raise AlignmentError(f"{whole}: expected an adapter as {adapter} is, found no {ADAPTER_CONFIG} in it")
         raise AlignmentError(
             f"{adapter}: expected a whole model as {whole} is, found an adapter; merge adapters with adapters, or "
             "merge this one into its model first (PEFT's merge_and_unload)"
