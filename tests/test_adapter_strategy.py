@@ -263,6 +263,14 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
         lambda a: {**a, NAMES[0]: torch.ones(9, 10), NAMES[1]: torch.ones(12, 9)},
         "0.lora_A.weight: expected rank 4 or less, found 9",
     ),
+    "a number": (
+        lambda a: {**a, NAMES[0]: torch.tensor(1.0)},
+        r"0.lora_B.weight: expected 0 columns.*\(12, 4\) and \(\)",
+    ),
+    "a lower rank of another layer": (
+        lambda a: {**a, NAMES[0]: torch.ones(2, 7), NAMES[1]: torch.ones(12, 2)},
+        r"0.lora_A.weight: expected shape \(4, 10\).*found \(2, 7\)",
+    ),
     "unequal ranks": (lambda a: {n: t[:2] if "0.lora_A" in n else t for n, t in a.items()}, "expected 2 columns"),
 }
 
@@ -380,3 +388,34 @@ def test_a_run_goes_on_from_the_residual_of_another() -> None:
     clients.run(again, params)
     for name, tensor in clients.residuals[-2].items():
         torch.testing.assert_close(tensor, strategy.residual[name])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda left: {name: tensor for name, tensor in left.items() if "residual_A" not in name},
+            "expected residual_B",
+        ),
+        (lambda left: {name: tensor * torch.nan for name, tensor in left.items()}, "NaN"),
+        (lambda left: {f"x.{name}": tensor for name, tensor in left.items()}, "expected a residual of shape None"),
+        (lambda left: {n: t[:5] if "_B" in n else t for n, t in left.items()}, r"of shape \(12, 10\).*found \(5, 10\)"),
+    ],
+)
+def test_a_residual_of_something_else_is_refused_before_the_round(spoil: Callable[..., Any], message: str) -> None:
+    clients = Clients([2, 2], change=0.3)
+    strategy = RotFedAvg(SPEC, aggregation="exact")
+    params = clients.run(strategy, start(2))
+    again = RotFedAvg(SPEC, aggregation="exact")
+    again.residual = spoil(strategy.residual)
+    with pytest.raises(AlignmentError, match=message):
+        again.configure_train(1, to_record(params), ConfigRecord(), InProcessGrid(clients.app, 2))
+
+
+def test_a_base_weight_that_travels_with_the_adapter_takes_no_residual() -> None:
+    """Clients would send it back with the residual on it, and add the residual to it again."""
+    params = {**start(4), "base_model.model.0.base_layer.weight": torch.ones(12, 10)}
+    for aggregation in ("exact", "exact-mean", "stack"):
+        with pytest.raises(AlignmentError, match=r"base_layer\.weight: expected no base weight"):
+            RotFedAvg(SPEC, aggregation=aggregation).rounds.begin(1, params, ConfigRecord())
+    RotFedAvg(SPEC, aggregation="optimal").rounds.begin(1, params, ConfigRecord())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rotfed.adapters import METHODS, AdapterSpec, aggregate_adapters
 from rotfed.adapters.aggregate import RESIDUAL, check_rotation, with_ranks
-from rotfed.adapters.client import residual_record
+from rotfed.adapters.client import read_residual, residual_record
 from rotfed.adapters.factors import Factors, residual
 from rotfed.adapters.spec import Module
 from rotfed.errors import AlignmentError, RecordError
@@ -107,9 +107,27 @@ class AdapterRounds:
         """Take note of what a round sends, say in its config which factor is trained, and return the adapter."""
         self._round, self._broadcast = server_round, broadcast
         self._start = self._start or broadcast
+        self._check_residual(broadcast)
         if self.train != "both":
             config[TRAIN] = self._trained
         return broadcast
+
+    def _check_residual(self, broadcast: Mapping[str, Tensor]) -> None:
+        """Raise AlignmentError for a residual that clients could not add, or would add twice."""
+        modules = {module.name: module.read(broadcast) for module in self.spec.resolve(broadcast)}
+        carried = [name for name in (f"{module}.base_layer.weight" for module in modules) if name in broadcast]
+        if self.method in RESIDUAL and carried:
+            raise AlignmentError(
+                f"{carried[0]}: expected no base weight beside a residual, which goes onto it, found one; send "
+                "get_peft_model_state_dict(model, save_embedding_layers=False), or aggregate by 'optimal'"
+            )
+        for name, (B, A) in read_residual(self.residual).items():
+            expected = (modules[name].B.shape[0], modules[name].A.shape[1]) if name in modules else None
+            if (found := (B.shape[0], A.shape[1])) != expected:
+                raise AlignmentError(
+                    f"{name}: expected a residual of shape {expected} as the adapter has, found {found}; set the "
+                    "residual that was saved with this adapter"
+                )
 
     @property
     def _trained(self) -> str:
@@ -151,7 +169,8 @@ class AdapterRounds:
                         f"(rotfed.train_factors(model, {self._trained!r}))"
                     )
                 found[frozen] = kept
-            if factors.rank < highest:
+            # Factors of another layer's shape are refused by it, below.
+            if factors.rank < highest and factors.A.shape[1] == sent.A.shape[1]:
                 ratio = self.spec.scale(module, factors.rank) / self.spec.scale(module, highest)
                 padded = Factors(factors.B.double() * ratio, factors.A).padded(sent)
                 found.update(module.write(padded, found))
@@ -199,9 +218,9 @@ class AdapterRounds:
 
     def settle(self) -> None:
         """Add the round's residual to those before, once the inner strategy has made a model of it."""
+        before = read_residual(self.residual)
         for name, new in self._left.items():
-            B, A = (self.residual.get(f"{name}.residual_{side}") for side in "BA")
-            total = [new] if B is None or A is None else [Factors(B, A), new]
+            total = [before[name], new] if name in before else [new]
             self.residual |= residual_record({name: residual(total, [1.0] * len(total))})
         self._left = {}
 
