@@ -67,7 +67,8 @@ def check_compatible(folders: Sequence[AdapterFolder]) -> None:
         if start not in (*PLAIN_STARTS, *_REPEATABLE_STARTS):
             raise AlignmentError(
                 f"{folder.path}: expected init_lora_weights that leaves the base weights as they are, found {start!r}; "
-                "convert the adapter to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+                "convert the adapter to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion), or "
+                "merge it into its model first (PEFT's merge_and_unload)"
             )
     free = _FREE if first.spec.config.get("init_lora_weights") in PLAIN_STARTS else _FREE - _OF_THE_START
     for other in folders[1:]:
