@@ -190,6 +190,18 @@ def test_a_round_in_which_nothing_was_learned_changes_nothing(aggregation: str) 
     assert not strategy.residual
 
 
+def test_a_strategy_that_is_started_again_knows_nothing_of_the_adapter_before() -> None:
+    strategy = RotFedAvg(SPEC, aggregation="stack")
+    Clients([2, 4]).run(strategy, start(4))
+    strategy.residual = {}
+    other = {name: 2 * tensor for name, tensor in start(4).items()}
+    again = Clients([4, 4])
+    found = again.run(strategy, other)
+    assert [len(again.sent[1][part][NAMES[0]]) for part in range(2)] == [4, 4]
+    for name in NAMES:
+        torch.testing.assert_close(found[name], other[name])
+
+
 @pytest.mark.parametrize("name", STOCK)
 def test_turned_copies_average_back_under_every_stock_strategy(name: str) -> None:
     params = start(4)

@@ -106,7 +106,9 @@ class AdapterRounds:
     def begin(self, server_round: int, broadcast: dict[str, Tensor], config: ConfigRecord) -> dict[str, Tensor]:
         """Take note of what a round sends, say in its config which factor is trained, and return the adapter."""
         self._round, self._broadcast = server_round, broadcast
-        self._start = self._start or broadcast
+        if server_round == 1 or not self._start:
+            # A strategy may be started again, with another adapter.
+            self._start, self._ranks = broadcast, {}
         self._check_residual(broadcast)
         if self.train != "both":
             config[TRAIN] = self._trained
