@@ -120,6 +120,11 @@ def config_of(cell: Cell, method: str, seed: int) -> dict[str, Value]:
     return {**DEFAULTS, **cell.config, **METHODS[method], "seed": seed}
 
 
+def changed(config: Mapping[str, Value]) -> dict[str, Value]:
+    """What a run config has other than the defaults: what decides a run, also once the apps have new keys."""
+    return {key: value for key, value in config.items() if value != DEFAULTS.get(key)}
+
+
 class AllAnswer(InProcessGrid):
     """A grid that ends the run where a client fails: FedAvg would go on without it, and average something else."""
 
@@ -151,7 +156,7 @@ def run(cell: Cell, method: str, seed: int, places: Places) -> dict[str, Any]:
         "cell": cell.name,
         "method": method,
         "seed": seed,
-        "config": {key: value for key, value in config.items() if value != DEFAULTS.get(key)},
+        "config": changed(config),
         **{key: found[key] for key in ("status", "code", "versions", "hardware", "model", "data")},
         "accuracy": [entry["accuracy"] for entry in found["rounds"]],
         "loss": [entry["loss"] for entry in found["rounds"]],

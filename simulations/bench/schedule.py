@@ -10,7 +10,7 @@ from typing import Any
 from server.results import write_json
 from simulations.bench.anatomy import WAYS, dissect
 from simulations.bench.cells import ANATOMY, FIRST_SEED, Cell
-from simulations.bench.runs import Places, config_of, run
+from simulations.bench.runs import Places, changed, config_of, run
 from simulations.schedule import Piece
 
 Unit = tuple[Cell, int]
@@ -60,11 +60,11 @@ def read_anatomy(cells: Iterable[Cell], folder: Path) -> Iterator[dict[str, Any]
 
 def path_of(folder: Path, cell: Cell, method: str, seed: int) -> Path:
     """Where a run is written down; the name holds what decides it, so that another config is another run."""
-    return folder / f"{_name(cell, method, seed)}-{_digest(config_of(cell, method, seed))}.json"
+    return folder / f"{_name(cell, method, seed)}-{_digest(changed(config_of(cell, method, seed)))}.json"
 
 
 def _anatomy_path(folder: Path, cell: Cell, seed: int) -> Path:
-    digest = _digest({**config_of(cell, cell.methods[0], seed), "ways": repr(WAYS)})
+    digest = _digest({**changed(config_of(cell, cell.methods[0], seed)), "ways": repr(WAYS)})
     return folder / f"{_name(cell, 'first round', seed)}-{digest}.json"
 
 

@@ -25,7 +25,7 @@ from rotfed.flower.adapters import RESIDUAL_KEY, TRAIN
 from server.grid import OrderedGrid
 from server.results import environment
 from simulations.bench.cells import Value
-from simulations.bench.runs import DEFAULTS, KeptReplies, Places
+from simulations.bench.runs import DEFAULTS, KeptReplies, Places, changed
 from simulations.grid import InProcessGrid
 from simulations.lora.cells import ALPHA, CLIENTS, METHODS, Cell
 from simulations.lora.language import language_task
@@ -154,7 +154,7 @@ def run(cell: Cell, method: str, seed: int, places: Places) -> dict[str, Any]:
         "rank": cell.rank,
         "method": method,
         "seed": seed,
-        "config": {key: value for key, value in cell.config(seed).items() if value != DEFAULTS.get(key)},
+        "config": changed(cell.config(seed)),
         "examples": [len(examples) for examples in task.clients],
         "held_out": len(task.held_out),
         "code": _code(),

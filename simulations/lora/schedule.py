@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from server.results import write_json
-from simulations.bench.runs import Places
+from simulations.bench.runs import Places, changed
 from simulations.lora.cells import FIRST_SEED, METHODS, Cell
 from simulations.lora.runs import resolved, run, task_of
 from simulations.schedule import Piece
@@ -69,7 +69,7 @@ def _ended(unit: Unit, folder: Path) -> bool:
 def _path(folder: Path, unit: Unit, method: str) -> Path:
     """Where a run is written down; the name holds what decides it, so that another config is another run."""
     cell, seed = unit
-    decides = [sorted(cell.config(seed).items()), sorted(METHODS[method].items()), cell.rounds]
+    decides = [sorted(changed(cell.config(seed)).items()), sorted(METHODS[method].items()), cell.rounds]
     digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
     name = "-".join([cell.name, method, str(seed)])
     return folder / f"{''.join(c if c.isalnum() or c in '-.' else '_' for c in name)}-{digest}.json"
