@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rotfed import aggregate_adapters, load_adapter_spec
 from tests.models import EXAMPLES
 from tests.test_adapters import SHARES, answers, llama, updates
 from tests.test_cli import rotfed
@@ -90,6 +91,26 @@ def test_a_rank_of_its_own_is_the_best_of_that_rank(tmp_path: Path) -> None:
             torch.testing.assert_close((updates(merged)[name] - target).norm(), best, rtol=1e-3, atol=1e-5)
 
 
+def test_a_rotation_goes_by_the_factor_and_as_far_as_it_is_told(tmp_path: Path) -> None:
+    params = [get_peft_model_state_dict(write(tmp_path / name, seed)) for seed, name in enumerate("ab")]
+    spec = load_adapter_spec(tmp_path / "a")
+    ways: list[tuple[list[str], str, dict[str, Any]]] = [
+        (["--over", "A"], "rotation", {"over": "A"}),
+        (["--over", "B", "--strength", "0.5"], "rotation", {"over": "B", "strength": 0.5}),
+        (["--strength", "0"], "mean", {}),
+    ]
+    found = []
+    for number, (given, method, options) in enumerate(ways):
+        out = tmp_path / str(number)
+        code, output = run("merge", tmp_path / "a", tmp_path / "b", "-o", out, "--aggregation", "rotation", *given)
+        assert code == 0, output
+        found.append(load_file(out / "adapter_model.safetensors"))
+        expected = aggregate_adapters(params, spec, method, agree=True, **options).params
+        torch.testing.assert_close(found[-1], expected)
+    name = next(name for name in found[0] if "lora_A" in name)
+    assert not found[0][name].allclose(found[1][name]) and not found[1][name].allclose(found[2][name])
+
+
 def test_types_and_tokenizer_are_the_first_ones(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         write(tmp_path / name, seed, torch.bfloat16)
@@ -118,6 +139,10 @@ def test_types_and_tokenizer_are_the_first_ones(tmp_path: Path) -> None:
         ({"peft_type": "LOHA"}, [], "peft_type: expected 'LORA', found 'LOHA'"),
         ({}, ["--aggregation", "exact"], "aggregation: expected one of optimal, rotation, mean, stack"),
         ({}, ["--aggregation", "mean", "--rank", "2"], "rank: expected unset for 'mean'"),
+        ({}, ["--over", "A"], "over: expected unset for 'optimal', found A; only 'rotation' takes one"),
+        ({}, ["--aggregation", "mean", "--strength", "0"], "strength: expected unset for 'mean'"),
+        ({}, ["--aggregation", "rotation", "--over", "C"], "over: expected one of both, A, B, found 'C'"),
+        ({}, ["--aggregation", "rotation", "--strength", "2"], "strength: expected a number from 0 to 1, found 2"),
         ({}, ["--anchor", "medoid"], "--anchor: expected none for adapters"),
         ({}, ["--learn", "3"], "--learn: expected none for adapters"),
         ({}, ["--no-residual"], "--no-residual: expected none for adapters"),

@@ -49,6 +49,36 @@ class AdapterFolder:
     params: Params
 
 
+@dataclass(frozen=True)
+class AdapterOptions:
+    """How to merge: one of `METHODS`, `"stack"` being the sum of ranks without any error.
+
+    `rank` is for `"optimal"`, `over` and `strength` are for `"rotation"`; all as in `aggregate_adapters`. Raises
+    AlignmentError for what does not go together.
+    """
+
+    method: str = "optimal"
+    rank: int | None = None
+    over: str = ""
+    strength: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise AlignmentError(
+                f"aggregation: expected one of {', '.join(METHODS)}, found {self.method!r}; 'exact' changes base "
+                "weights, which an adapter's directory does not have; 'stack' is without error, too"
+            )
+        for name, value, taker in (
+            ("rank", self.rank, "optimal"),
+            ("over", self.over or None, "rotation"),
+            ("strength", self.strength, "rotation"),
+        ):
+            if value is not None and self.method != taker:
+                raise AlignmentError(
+                    f"{name}: expected unset for {self.method!r}, found {value}; only {taker!r} takes one"
+                )
+
+
 def read_adapter(path: Path) -> AdapterFolder:
     """Read an adapter's directory. Raises SpecError for one that holds no LoRA adapter in a safetensors file."""
     spec = load_adapter_spec(path)
@@ -82,30 +112,24 @@ def check_compatible(folders: Sequence[AdapterFolder]) -> None:
 
 
 def merge_adapters(
-    folders: Sequence[AdapterFolder], method: str, weights: Sequence[float] | None = None, rank: int | None = None
+    folders: Sequence[AdapterFolder], options: AdapterOptions, weights: Sequence[float] | None = None
 ) -> Aggregated:
     """One adapter out of several, at the first one's scale and in the frame nearest to its own.
 
-    Parameters: `method`, one of `METHODS`, `"stack"` being the sum of ranks without any error; `weights` and `rank` as
-    in `aggregate_adapters`. Raises RotfedError for adapters that do not go together.
+    `weights` as in `aggregate_adapters`. Raises RotfedError for adapters that do not go together.
     """
-    if method not in METHODS:
-        raise AlignmentError(
-            f"aggregation: expected one of {', '.join(METHODS)}, found {method!r}; 'exact' changes base weights, which "
-            "an adapter's directory does not have"
-        )
-    if rank is not None and method != "optimal":
-        raise AlignmentError(f"rank: expected unset for {method!r}, found {rank}; only 'optimal' takes one")
     check_compatible(folders)
     spec = folders[0].spec
     return aggregate_adapters(
         [_rescaled(folder, spec) for folder in folders],
         spec,
-        "optimal" if method == "stack" else method,
+        "optimal" if options.method == "stack" else options.method,
         weights,
         folders[0].params,
-        rank="sum" if method == "stack" else rank,
+        rank="sum" if options.method == "stack" else options.rank,
         agree=True,
+        over=options.over or "both",
+        strength=1.0 if options.strength is None else options.strength,
     )
 
 

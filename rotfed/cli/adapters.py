@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rotfed.adapters.folders import check_adapter_target, merge_adapters, read_adapter, write_adapter
+from rotfed.adapters.folders import AdapterOptions, check_adapter_target, merge_adapters, read_adapter, write_adapter
 from rotfed.checkpoints import ADAPTER_CONFIG, is_adapter
 from rotfed.errors import AlignmentError
 from rotfed.mergers import normalised_weights
@@ -36,8 +36,7 @@ def merge_folders(
     console: Console,
     models: Sequence[Path],
     out: Path,
-    aggregation: str,
-    rank: int | None,
+    options: AdapterOptions,
     weights: Sequence[float] | None,
     force: bool,
 ) -> None:
@@ -45,9 +44,9 @@ def merge_folders(
     shares = normalised_weights(len(models), weights)
     check_adapter_target(out, models, force)
     folders = [read_adapter(model) for model in models]
-    found = merge_adapters(folders, aggregation, shares, rank)
+    found = merge_adapters(folders, options, shares)
     console.print(
-        f"{len(models)} LoRA adapters of {len(found.errors)} modules, {aggregation}: aggregation error "
+        f"{len(models)} LoRA adapters of {len(found.errors)} modules, {options.method}: aggregation error "
         f"{found.error:.3g} (mean of factors {found.mean_error:.3g})"
     )
     worst = max(found.errors, key=lambda name: found.errors[name])

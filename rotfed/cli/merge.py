@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
-from rotfed.adapters.folders import METHODS
+from rotfed.adapters.folders import METHODS, AdapterOptions
 from rotfed.align import Alignment, align
 from rotfed.anchors import Step, align_all, chosen_anchor
 from rotfed.barrier import IGNORED_LABEL, Batch, Params, Score, score
@@ -59,6 +59,10 @@ def merge(
         str, typer.Option(help=f"How to merge LoRA adapters: {', '.join(METHODS)}; optimal by default.")
     ] = "",
     rank: Annotated[int | None, typer.Option(min=1, help="The rank of an adapter merged by 'optimal'.")] = None,
+    over: Annotated[str, typer.Option(help="The factors that 'rotation' goes by: A, B, or both by default.")] = "",
+    strength: Annotated[
+        float | None, typer.Option(help="How far 'rotation' turns, from 0 to 1, which is the default.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a model directory that is there.")] = False,
 ) -> None:
     """Make one model of several.
@@ -79,9 +83,11 @@ def merge(
         if all_adapters(models):
             others = {"anchor": anchor, "no-residual": not residual, "layers": layers, "data": data, "learn": learn}
             refuse_options("adapters", others)
-            merge_folders(console, models, out, aggregation or "optimal", rank, shares, force)
+            options = AdapterOptions(aggregation or "optimal", rank, over, strength)
+            merge_folders(console, models, out, options, shares, force)
             return
-        refuse_options("whole models", {"aggregation": aggregation, "rank": rank})
+        for_adapters = {"aggregation": aggregation, "rank": rank, "over": over, "strength": strength is not None}
+        refuse_options("whole models", for_adapters)
         anchor = chosen_anchor(anchor or ("tree" if learn else "consensus"), LEARNED_ANCHORS if learn else ANCHORS)
         shares = normalised_weights(len(models), shares)
         _check_learn(learn, data, layers, shares)
