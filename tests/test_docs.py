@@ -17,6 +17,7 @@ from simulations.bench.report import page as benchmark_page
 from simulations.bench.report import with_table
 from simulations.grid import InProcessGrid
 from simulations.lora.page import page as lora_page
+from simulations.lora.page import with_table as with_lora_table
 from simulations.merging.page import page as merging_page
 
 README = (FOLDER.parent / "README.md").read_text()
@@ -37,6 +38,7 @@ def test_the_page_on_merging_is_what_was_measured() -> None:
 def test_the_page_on_federated_lora_is_what_was_measured() -> None:
     results = json.loads((FOLDER / "lora.json").read_text())
     assert (FOLDER / "lora-results.md").read_text() == lora_page(results)
+    assert with_lora_table(README, results) == README
 
 
 def test_the_readme_shows_what_merging_measured() -> None:

@@ -19,7 +19,7 @@ from simulations.bench.runs import DEFAULTS, Places
 from simulations.lora import cells, language, runs, schedule, text
 from simulations.lora.__main__ import write
 from simulations.lora.cells import MEAN, METHODS, Cell
-from simulations.lora.page import page
+from simulations.lora.page import MARKS, page, with_table
 
 
 def test_the_upper_part_is_the_full_model_by_names_logits_and_gradients() -> None:
@@ -173,6 +173,8 @@ def test_cells_of_one_seed_count_as_one_pair_and_a_variant_says_what_it_changes(
     write(tmp_path / "lora.json", lines)
     said = (tmp_path / "lora-results.md").read_text()
     together = said.split("### All splits and ranks")[1].split("###")[0]
+    readme = with_table("\n".join(MARKS), json.loads((tmp_path / "lora.json").read_text()))
+    assert "| optimal | 0.10 | 70.0% | +20.0 (+7.3 to +32.7) | 70.0% | +20.0 (+7.3 to +32.7) |" in readme
     # Of two seeds that both cells have, 19 and 21 points: Student's t of one degree of freedom is 12.7.
     assert "Seeds 10, 11.\n" in together and "+20.0 (+7.3 to +32.7)" in together
     assert "With `learning-rate` 0.003. Seeds 10, 11.\n" in said.split(gentle.name.split(", ", 1)[1])[1]

