@@ -79,12 +79,14 @@ def _said(future: Future[str]) -> str:
 
 def _set_up() -> None:
     """Make a process fit to share the machine with others, and quiet."""
+    # Each sets up its own logging as it is imported.
     import datasets
     import transformers
+    from flwr.common.logger import FLOWER_LOGGER
 
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    FLOWER_LOGGER.setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore", ConvergenceWarning)

@@ -23,6 +23,22 @@ def kill_itself() -> str:
     return "alive"
 
 
+def log_as_flower_does() -> str:
+    from logging import INFO
+
+    from flwr.common.logger import log
+
+    log(INFO, "a line a round")
+    return "logged"
+
+
+def test_processes_are_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    console = Console(file=io.StringIO())
+    assert do_all([Piece("one", log_as_flower_does)], 1, console) == 0
+    assert "logged" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_what_fails_is_said_and_does_not_end_the_others(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     pieces = [

@@ -1,5 +1,6 @@
 """The page of results: `docs/lora-results.md`, written from `docs/lora.json` alone."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
@@ -121,26 +122,34 @@ def _nearest(runs: Runs) -> list[str]:
 
 
 def _verdicts(runs: Runs) -> list[str]:
-    """How many comparisons show what, after the first round and the last."""
-    lines = []
-    for number, when in ((0, "After the first round"), (-1, "At the end")):
-        shown: dict[str, list[str]] = {"better": [], "worse": [], "": []}
-        for name in _cells(runs):
-            found = [run for run in runs if run["cell"] == name]
-            better = FIGURES[found[0]["task"]][3]
-            for method in _methods(found):
+    """In how many cells which method is shown to be better or worse, after the first round and the last."""
+    counts: dict[str, list[Counter[str]]] = {}
+    for name in _cells(runs):
+        found = [run for run in runs if run["cell"] == name]
+        more_is_better = FIGURES[found[0]["task"]][3]
+        for method in _methods(found):
+            for when, number in enumerate((0, -1)):
                 if change := difference(found, method, number):
-                    kind = {"gain": "better" if better else "worse", "loss": "worse" if better else "better"}
-                    shown[kind.get(change.verdict, "")].append(f"{method} ({name})")
-        total = sum(map(len, shown.values()))
-        if total:
-            said = [
-                f"{len(names)} {kind} than the mean of factors" + (f": {', '.join(names)}" if names else "")
-                for kind, names in shown.items()
-                if kind
-            ]
-            lines.append(f"- {when}, of {total} comparisons: {'; '.join(said)}; {len(shown[''])} show no difference.")
-    return [*lines, "", "By chance alone, one interval in twenty leaves zero out."] if lines else []
+                    better = "gain" if more_is_better else "loss"
+                    shown = change.verdict in ("gain", "loss")
+                    kind = "no difference shown" if not shown else "better" if change.verdict == better else "worse"
+                    counts.setdefault(method, [Counter(), Counter()])[when][kind] += 1
+    if not counts:
+        return []
+    kinds = ("better", "no difference shown", "worse")
+    return [
+        "Cells by what a method shows against the mean of factors:",
+        "",
+        table_row(["method", *(f"round 1: {kind}" for kind in kinds), *(f"at the end: {kind}" for kind in kinds)]),
+        table_row(["---"] * 7),
+        *(
+            table_row([method, *(str(found[kind]) for found in counts[method] for kind in kinds)])
+            for method in METHODS
+            if method in counts
+        ),
+        "",
+        "By chance alone, one interval in twenty leaves zero out.",
+    ]
 
 
 def difference(runs: Runs, method: str, number: int) -> Difference | None:
