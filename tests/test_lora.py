@@ -151,7 +151,7 @@ def test_the_page_says_where_optimal_is_not_the_best_of_its_rank(tmp_path: Path)
     write(
         tmp_path / "lora.json",
         [
-            made(NEWS, name, seed, error=[error, 0.0])
+            made(NEWS, name, seed, error=[error, 0.0, 0.0])
             for seed, found in zip((10, 11), errors, strict=True)
             for name, error in zip(names, found, strict=True)
         ],

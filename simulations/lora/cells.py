@@ -26,9 +26,9 @@ ROTATIONS = tuple(name for name, options in METHODS.items() if options.get("aggr
 
 CLIENTS, ROUNDS, ALPHA = 10, 3, 16
 
-# Local training is rough on purpose: between gentle clients all methods are the same (docs/lora.md). The rate is the
-# best of 0.003, 0.01 and 0.03 for the mean of factors on seed 0 (rank 4, Dirichlet 0.5; roles), whose aggregation error
-# is 0.4 to 0.6 there after the first round; at 0.003 it is about half of that, and the task is learned more slowly.
+# Local training is rough on purpose: between gentle clients methods differ less. The rate is the best of 0.003, 0.01
+# and 0.03 for the mean of factors on seed 0 (rank 4, Dirichlet 0.5; roles), whose aggregation error is 0.4 to 0.6 there
+# after the first round; at 0.003 it is about half of that, and the task is learned more slowly.
 TASKS: Mapping[str, Config] = {
     "text": {
         "task": "text",
