@@ -97,6 +97,13 @@ CELLS: tuple[Cell, ...] = (
     Cell("text", "IID", 4),
     *(Cell("text", split, 16) for split in ("Dirichlet 0.5", "Dirichlet 0.1", "IID")),
     Cell("text", "Dirichlet 0.5", 4, variant="gentle", changes={"learning-rate": 3e-3}),
-    Cell("text", "Dirichlet 0.5", 4, variant="long", rounds=10),
+    Cell(
+        "text",
+        "Dirichlet 0.5",
+        4,
+        (MEAN, "FedRot-LoRA", "optimal", "exact", "FFA-LoRA (A frozen)"),
+        rounds=10,
+        variant="long",
+    ),
 )
 """All of it, what decides most first."""
