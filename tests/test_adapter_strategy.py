@@ -329,6 +329,13 @@ def dp() -> Strategy:
         (FedAvg, {"train": "A"}, "train: expected one of both"),
         (FedAvg, {"groups": ["qk"]}, "groups: expected unset for an adapter"),
         (FedAvg, {"strength": 1.5}, "strength: expected a number from 0 to 1"),
+        (FedAvg, {"proper": "yes"}, "proper: expected True or False, found 'yes'"),
+        (FedAvg, {"aggregation": "rotation", "max_sweeps": 0}, "max_sweeps: expected a whole number, at least 1"),
+        *[
+            (FedAvg, {**method, name: value}, f"{name}: expected unset for .*only 'rotation' turns adapters.*{value}")
+            for method in ({}, {"aggregation": "mean"}, {"train": "B"})
+            for name, value in (("over", "both"), ("proper", True), ("strength", 0.5), ("anchor", "consensus"))
+        ],
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(

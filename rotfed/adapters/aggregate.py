@@ -108,7 +108,7 @@ def aggregate_adapters(
     """
     if method not in METHODS:
         raise AlignmentError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
-    check_rotation(strength)
+    check_rotation(proper, strength, max_sweeps)
     if rank is not None and (method != "optimal" or (rank != "sum" and (type(rank) is not int or rank < 1))):
         raise AlignmentError(f"rank: expected a positive one with 'optimal' only, found {rank!r} with {method!r}")
     models = [] if isinstance(adapters, Mapping) else list(adapters)
@@ -178,8 +178,12 @@ def aggregate_adapters(
     )
 
 
-def check_rotation(strength: float) -> None:
-    """Raise AlignmentError for a strength that no rotation has."""
+def check_rotation(proper: bool, strength: float, max_sweeps: int) -> None:
+    """Raise AlignmentError for options that no rotation has."""
+    if not isinstance(proper, bool):
+        raise AlignmentError(f"proper: expected True or False, found {proper!r}")
+    if type(max_sweeps) is not int or max_sweeps < 1:
+        raise AlignmentError(f"max_sweeps: expected a whole number, at least 1, found {max_sweeps!r}")
     if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 <= strength <= 1:
         raise AlignmentError(f"strength: expected a number from 0 to 1, found {strength!r}")
 

@@ -15,6 +15,7 @@ from rotfed.adapters.client import read_residual, residual_record
 from rotfed.adapters.factors import Factors, residual
 from rotfed.adapters.spec import Module
 from rotfed.errors import AlignmentError, RecordError
+from rotfed.flower.mods import refuse_options
 from rotfed.flower.replies import Received, Usable, match_params, widened
 from rotfed.flower.reports import AdapterReport
 
@@ -52,26 +53,30 @@ class AdapterRounds:
         self.spec = spec
         self.train = train = train or "both"
         self.method = aggregation or ("mean" if train != "both" else "rotation" if private else "optimal")
-        self.over = over = over or "both"
+        self.over = over or "both"
         self.options: dict[str, Any] = {"agree": anchor == "consensus", "proper": proper, "strength": strength}
         self.options["max_sweeps"] = max_sweeps
         for name, value, allowed in (
             ("aggregation", self.method, METHODS),
             ("anchor", anchor, _ANCHORS),
-            ("over", over, ("both", "A", "B", "alternate")),
+            ("over", self.over, ("both", "A", "B", "alternate")),
             ("train", train, TRAINED),
         ):
             if value not in allowed:
                 raise AlignmentError(f"{name}: expected one of {', '.join(allowed)} for adapters, found {value!r}")
-        check_rotation(strength)
+        check_rotation(proper, strength, max_sweeps)
         inner = strategies[-1]
-        plain = not self.options["agree"] and over == "both" and strength == 1
+        plain = not self.options["agree"] and self.over == "both" and strength == 1
         if private and not (self.method == "mean" or (self.method == "rotation" and plain)):
             raise AlignmentError(
                 f"aggregation: expected 'rotation' to the global anchor, whole and over both factors, around "
-                f"{private}, found {self.method!r} with anchor {anchor!r}, over {over!r}, strength "
+                f"{private}, found {self.method!r} with anchor {anchor!r}, over {self.over!r}, strength "
                 f"{strength:g}; one client's reply must not depend on those of others, nor move away from what was sent"
             )
+        if self.method != "rotation":
+            given = {"over": over, "proper": proper or None, "strength": None if strength == 1 else strength}
+            given["anchor"] = None if anchor == "global" else anchor
+            refuse_options(f"{self.method!r} (only 'rotation' turns adapters)", **given)
         if isinstance(inner, _COMPARES) and self.method not in ("mean", "rotation"):
             raise AlignmentError(
                 f"aggregation: expected 'rotation' around {type(inner).__name__}, found {self.method!r}, which "

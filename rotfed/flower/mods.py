@@ -85,7 +85,7 @@ def align_mod(
     moved: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
     if isinstance(spec, AdapterSpec):
         refuse_options("an adapter", groups=groups, layers=layers, own_models=own_models or None, min_gain=min_gain)
-        check_rotation(strength)
+        check_rotation(proper, strength, max_sweeps)
 
         def moved(trained: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
             turned = aggregate_adapters([trained], spec, "rotation", None, received, proper=proper, strength=strength)

@@ -79,7 +79,7 @@ class AlignedStrategy(Strategy):
         factor; see `rotfed.aggregate_adapters`). `inner` sees replies whose mean is the result. `"exact"` and
         `"stack"` leave a residual for the base weights: it is sent beside the adapter as the record `"residual"`, for
         `rotfed.add_residual`, and `residual` holds it, summed over all rounds. `anchor`, `proper` and `strength`
-        are those of `"rotation"`, and `groups` and `layers` have no meaning.
+        are those of `"rotation"`, refused with any other; `groups` and `layers` have no meaning.
     over
         Of adapters, `"rotation"` only: over `"both"` factors, `"A"`, `"B"`, or `"alternate"`, A in the first round and
         B in the next, which with `strength` is FedRot-LoRA (arXiv 2602.23638).
