@@ -106,6 +106,11 @@ def state(model: PeftModel) -> dict[str, Tensor]:
     return found
 
 
+def alone(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A PeftModel's own state dict without the base weights."""
+    return {name: tensor for name, tensor in params.items() if "base_layer" not in name}
+
+
 def answers(model: nn.Module) -> Tensor:
     with torch.no_grad():
         found = model(input_ids=TOKENS)
@@ -303,7 +308,7 @@ def test_names_with_the_adapter_in_the_middle_give_the_same() -> None:
     clients = [adapted("dora of all kinds", seed=seed) for seed in range(2)]
     spec = load_adapter_spec(clients[0])
     short = aggregate_adapters([state(client) for client in clients], spec).params
-    long = aggregate_adapters([client.state_dict() for client in clients], spec).params
+    long = aggregate_adapters([alone(client.state_dict()) for client in clients], spec).params
     for name, tensor in long.items():
         brief = name.replace(".default", "")
         if "magnitude" in name:
@@ -311,6 +316,19 @@ def test_names_with_the_adapter_in_the_middle_give_the_same() -> None:
         if brief in short:
             torch.testing.assert_close(tensor, short[brief])
     assert sum("lora_" in name for name in long) == sum("lora_" in name for name in short)
+
+
+def test_a_whole_model_is_no_adapter_but_adapted_embeddings_come_with_their_base_weights() -> None:
+    model = adapted("plain")
+    spec = load_adapter_spec(model)
+    with pytest.raises(SpecError, match=r"base_layer.weight: .*of 6 adapted modules.*; send what get_peft_model_state"):
+        spec.resolve(model.state_dict())
+    with pytest.raises(SpecError, match=r"expected lora_A and lora_B .*, found none; send what get_peft_model"):
+        aggregate_adapters([llama().state_dict()] * 2, spec)
+    embedded = get_peft_model(llama(), LoraConfig(target_modules=["embed_tokens", "q_proj", "lm_head"]))
+    params = get_peft_model_state_dict(embedded, save_embedding_layers=True)
+    assert sum("base_layer" in name for name in params) == 2
+    assert len(load_adapter_spec(embedded).resolve(params)) == 4
 
 
 def test_half_precision_comes_back_in_its_type_and_is_rounded_once() -> None:
@@ -342,7 +360,7 @@ def test_a_layer_that_two_names_share_stays_one_and_gets_its_residual_once() -> 
     for client in clients:
         client.base_model.model.two = client.base_model.model.one
     # The model's own state_dict names both, get_peft_model_state_dict one of them.
-    states = [client.state_dict() for client in clients]
+    states = [alone(client.state_dict()) for client in clients]
     found = aggregate_adapters(states, load_adapter_spec(clients[0]), "exact", SHARES)
     for name in [name for name in found.params if ".one." in name]:
         torch.testing.assert_close(found.params[name], found.params[name.replace("one", "two")], rtol=0, atol=0)

@@ -26,7 +26,7 @@ def train_factors(model: nn.Module, which: str = "both") -> None:
     if which not in TRAINED:
         raise AlignmentError(f"rotfed-train: expected one of {', '.join(TRAINED)}, found {which!r}")
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for module in AdapterSpec({}).resolve(parameters):
+    for module in AdapterSpec({}).resolve({n: p for n, p in parameters.items() if ".base_layer." not in n}):
         parameters[module.a].requires_grad_(which != "B")
         parameters[module.b].requires_grad_(which != "A")
 

@@ -35,6 +35,9 @@ _FOREIGN = re.compile(
 # What PEFT counts from is the base model: a module of its own may be called `module`.
 _PREFIX = re.compile(r"^(module\.|_orig_mod\.)*(base_model\.model\.)*")
 
+# PEFT puts the base weights of adapted input and output embeddings into an adapter's state, and no others.
+_EMBEDDINGS = 2
+
 # Ways to start an adapter that leave the base weights as they are.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
@@ -120,7 +123,7 @@ class AdapterSpec:
         """The adapted modules, in order; all other parameters are averaged as they are.
 
         Raises SpecError, naming the parameter, for what is no LoRA adapter: factors of other methods, a factor without
-        the other, shapes that are no two factors of one matrix, quantised ones, several adapters at once.
+        the other, shapes that are no two factors of one matrix, quantised ones, several adapters, a whole model.
         """
         found: dict[str, dict[str, str]] = {}
         adapters: dict[str, str] = {}
@@ -148,6 +151,12 @@ class AdapterSpec:
             raise SpecError(
                 "adapter: expected lora_A and lora_B among the parameters, found none; send what "
                 "get_peft_model_state_dict(model) gives"
+            )
+        based = [name for module in found if (name := f"{module}.base_layer.weight") in params]
+        if len(based) > _EMBEDDINGS:
+            raise SpecError(
+                f"{based[0]}: expected an adapter alone, found the base weights of {len(based)} adapted modules, which "
+                "would be averaged with it; send what get_peft_model_state_dict(model) gives, not model.state_dict()"
             )
         return [_module(name, kinds, params) for name, kinds in found.items()]
 
