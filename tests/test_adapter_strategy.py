@@ -1,5 +1,7 @@
 """Adapters in Flower rounds: every rank, every method, Flower's own strategies, PEFT's own models."""
 
+import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -296,6 +298,18 @@ def test_what_cannot_be_used_is_refused_and_the_round_goes_on(kind: str) -> None
     assert list(strategy.reports[0].refused) == [102]
     assert re.search(reason, strategy.reports[0].refused[102]), strategy.reports[0].refused[102]
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
+
+
+def test_a_round_without_an_adapter_has_no_error_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    clients = Clients([4, 4], answer=lambda _, answer: {name: tensor * torch.nan for name, tensor in answer.items()})
+    strategy = RotFedAvg(SPEC)
+    with caplog.at_level("INFO", logger="flwr"):
+        clients.run(strategy, start(4))
+    (report,) = strategy.reports
+    assert isinstance(report, AdapterReport) and math.isnan(report.error) and math.isnan(report.mean_error)
+    assert "no adapter could be used, 2 refused" in caplog.text and "aggregation error" not in caplog.text
+    assert "NaN" not in json.dumps({**report.to_dict(), "refused": {}}) and report.to_dict()["error"] is None
+    assert not clients.metrics
 
 
 def dp() -> Strategy:

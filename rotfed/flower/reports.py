@@ -83,15 +83,15 @@ class AdapterReport:
     """One round of adapters.
 
     Aggregation errors are ||result - mean of products|| / ||mean of products||, of the method and of the mean of
-    factors, by module and over all; `ranks` are the nodes' own, the highest of their modules; then the nodes that were
-    refused and why, and the seconds it took.
+    factors, by module and over all, NaN where no adapter could be used; `ranks` are the nodes' own, the highest of
+    their modules; then the nodes that were refused and why, and the seconds it took.
     """
 
     round: int
     aggregation: str
     ranks: dict[int, int] = field(default_factory=dict)
-    error: float = 0.0
-    mean_error: float = 0.0
+    error: float = math.nan
+    mean_error: float = math.nan
     errors: dict[str, float] = field(default_factory=dict)
     mean_errors: dict[str, float] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
@@ -99,6 +99,8 @@ class AdapterReport:
 
     def line(self) -> str:
         """The round in one line."""
+        if not self.ranks:
+            return f"no adapter could be used, {len(self.refused)} refused"
         return (
             f"{len(self.ranks)} adapters by '{self.aggregation}' in {self.seconds:.2f} s, aggregation error "
             f"{self.error:.4g} (mean of factors {self.mean_error:.4g})"
@@ -116,4 +118,6 @@ class AdapterReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data for a JSON file."""
         named = {key: {str(node): value for node, value in getattr(self, key).items()} for key in ("ranks", "refused")}
-        return {**asdict(self), **named}
+        # JSON has no NaN.
+        errors = {"error": self.error, "mean_error": self.mean_error}
+        return {**asdict(self), **named, **{key: x if math.isfinite(x) else None for key, x in errors.items()}}
