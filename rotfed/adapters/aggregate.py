@@ -52,12 +52,12 @@ class Aggregated:
         The same over all modules together.
     """
 
-    replies: tuple[dict[str, Tensor], ...]
+    replies: tuple[dict[str, Tensor], ...] = field(repr=False)
     shares: tuple[float, ...]
-    like: Params
-    residual: dict[str, Factors] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    mean_errors: dict[str, float] = field(default_factory=dict)
+    like: Params = field(repr=False)
+    residual: dict[str, Factors] = field(default_factory=dict, repr=False)
+    errors: dict[str, float] = field(default_factory=dict, repr=False)
+    mean_errors: dict[str, float] = field(default_factory=dict, repr=False)
     error: float = 0.0
     mean_error: float = 0.0
 

@@ -92,8 +92,8 @@ class AdapterReport:
     ranks: dict[int, int] = field(default_factory=dict)
     error: float = math.nan
     mean_error: float = math.nan
-    errors: dict[str, float] = field(default_factory=dict)
-    mean_errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict, repr=False)
+    mean_errors: dict[str, float] = field(default_factory=dict, repr=False)
     refused: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 
