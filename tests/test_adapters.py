@@ -369,6 +369,9 @@ def test_a_layer_that_two_names_share_stays_one_and_gets_its_residual_once() -> 
     before = layer.base_layer.weight.detach().clone()
     add_residual(clients[0], residual_record(found.residual))
     rest = found.residual["base_model.model.one"]
+    other = adapted("mixed")
+    add_residual(other, found.residual)
+    torch.testing.assert_close(other.base_model.model.one.base_layer.weight, layer.base_layer.weight, rtol=0, atol=0)
     torch.testing.assert_close(layer.base_layer.weight.detach() - before, rest.B @ rest.A, rtol=1e-5, atol=1e-6)
 
 

@@ -44,8 +44,11 @@ class Aggregated:
     ----------
     replies
         One adapter a client, whose plain weighted mean is the result: the clients' own, turned, or the result itself.
+    params
+        The result, in the order and types of the anchor's parameters.
     residual
-        By module, what is to be added to the base weights beside the adapter; only of methods that leave something.
+        By module, what is to be added to the base weights beside the adapter (`add_residual`); only of methods that
+        leave something.
     errors, mean_errors
         By module, ||result - mean of products||_F / ||mean of products||_F of the method, and of the mean of factors.
     error, mean_error

@@ -31,17 +31,23 @@ def train_factors(model: nn.Module, which: str = "both") -> None:
         parameters[module.b].requires_grad_(which != "A")
 
 
-def residual_record(residual: Mapping[str, Factors]) -> dict[str, Tensor]:
-    """Residual factors under names, in float32, as they travel to clients."""
-    return {
-        f"{module}.residual_{side}": tensor.float()
-        for module, factors in residual.items()
-        for side, tensor in zip("BA", factors, strict=True)
-    }
+def residual_record(residual: Mapping[str, Tensor | Factors]) -> dict[str, Tensor]:
+    """Residual factors, by module, under names in float32, as they travel to clients; what has its name keeps it."""
+    record: dict[str, Tensor] = {}
+    for name, found in residual.items():
+        if isinstance(found, Factors):
+            record |= {f"{name}.residual_B": found.B.float(), f"{name}.residual_A": found.A.float()}
+        else:
+            record[name] = found
+    return record
 
 
-def read_residual(record: Mapping[str, Tensor]) -> dict[str, Factors]:
-    """The factors of a residual's record, by module. Raises AlignmentError where they are no finite pairs."""
+def read_residual(residual: Mapping[str, Tensor | Factors]) -> dict[str, Factors]:
+    """The factors of a residual, by module, from its record or from an `Aggregated`'s.
+
+    Raises AlignmentError where they are no finite pairs.
+    """
+    record = residual_record(residual)
     modules = dict.fromkeys(name.rpartition(".residual_")[0] for name in record)
     if odd := sorted(record.keys() ^ {f"{module}.residual_{side}" for module in modules for side in "BA"}):
         raise AlignmentError(f"{odd[0]}: expected residual_B and residual_A of a module, found one alone; pass both")
@@ -59,13 +65,14 @@ def read_residual(record: Mapping[str, Tensor]) -> dict[str, Factors]:
     return factors
 
 
-def add_residual(model: nn.Module, residual: Mapping[str, Tensor]) -> None:
+def add_residual(model: nn.Module, residual: Mapping[str, Tensor | Factors]) -> None:
     """Add what a server's `"exact"` or `"stack"` aggregation left over to the base weights of a PEFT model.
 
     Parameters: `model`, a PeftModel (or what has the same module names) over the base model as it was loaded;
     `residual`, what the server sent beside the adapter: `to_state_dict(message.content["residual"])`, the sum over all
-    rounds. The model is changed. Raises AlignmentError, with nothing changed, where a residual was added before (by
-    another PeftModel over the same base, too), where a base weight is quantised, tied to another or of another shape.
+    rounds; or `aggregate_adapters(...).residual`. The model is changed. Raises AlignmentError, with nothing changed,
+    where a residual was added before (by another PeftModel over the same base, too), where a base weight is quantised,
+    tied to another or of another shape.
     """
     if any(getattr(part, _ADDED, False) for part in model.modules()):
         raise AlignmentError(

@@ -20,6 +20,8 @@ from flwr.serverapp.strategy import (
 from torch import Tensor
 
 from rotfed.adapters import AdapterSpec
+from rotfed.adapters.client import residual_record
+from rotfed.adapters.factors import Factors
 from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError, RecordError
 from rotfed.flower.adapters import RESIDUAL_KEY, AdapterRounds, averages, chain
@@ -145,9 +147,9 @@ class AlignedStrategy(Strategy):
         return dict(self.rounds.residual)
 
     @residual.setter
-    def residual(self, left: Mapping[str, Tensor]) -> None:
+    def residual(self, left: Mapping[str, Tensor | Factors]) -> None:
         """Go on from the residual of an earlier run, with the adapter that it belongs to."""
-        self.rounds.residual = dict(left)
+        self.rounds.residual = residual_record(left)
 
     def summary(self) -> None:
         """Log the alignment's settings, then the inner strategy's."""
