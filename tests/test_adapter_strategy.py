@@ -270,8 +270,15 @@ def test_bfloat16_adapters_come_back_as_such() -> None:
 REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "nan": (lambda a: {n: t * torch.nan if "0.lora_B" in n else t for n, t in a.items()}, "0.lora_B.weight.*NaN"),
     "half a pair": (lambda a: {n: t for n, t in a.items() if "0.lora_B" not in n}, "expected lora_B beside it"),
-    "unknown": (lambda a: {**a, "base_model.model.9.weight": torch.ones(1)}, "9.weight: not a parameter"),
+    "unknown": (
+        lambda a: {**a, "base_model.model.9.weight": torch.ones(1)},
+        "9.weight: not in the adapter sent out; send",
+    ),
     "missing": (lambda a: {n: t for n, t in a.items() if "3.bias" not in n}, "3.bias: expected in the reply"),
+    "a model": (
+        lambda a: {re.sub("(lora_.)", r"\1.default", n): t for n, t in a.items()},
+        "; send get_peft_model_state_dict",
+    ),
     "misshapen": (lambda a: {n: t[:, :5] if "0.lora_A" in n else t for n, t in a.items()}, "0.lora_A.*expected shape"),
     "another method": (lambda a: {**a, "base_model.model.0.ia3_l": torch.ones(1)}, "ia3_l: expected a parameter of"),
     "too high a rank": (

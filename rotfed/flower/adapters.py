@@ -157,9 +157,11 @@ class AdapterRounds:
         found = dict(entry.params)
         common = {module.name: module.read(self._broadcast) for module in self.spec.resolve(self._broadcast)}
         ranks: dict[str, int] = {}
-        for module in self.spec.resolve(found):
-            if module.name not in common:
-                continue
+        modules = self.spec.resolve(found)
+        if odd := sorted(found.keys() ^ self._broadcast.keys()):
+            wrong = "not in the adapter sent out" if odd[0] in found else "expected in the reply, not found"
+            raise RecordError(f"{odd[0]}: {wrong}; send get_peft_model_state_dict(model) of the same modules")
+        for module in modules:
             sent, factors = common[module.name], module.read(found)
             highest = sent.rank
             ranks[module.name] = factors.rank
