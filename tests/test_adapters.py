@@ -515,8 +515,8 @@ def test_adapters_that_do_not_fit_each_other_are_refused() -> None:
         models = [{**changed(), "head": anchor["head"]} if "head" in anchor else changed()]
         with pytest.raises(AlignmentError, match=message):
             aggregate_adapters(models, spec, anchor=anchor)
-    for nothing in ([], changed()):
-        with pytest.raises(AlignmentError, match="adapters: expected a list of at least one state dict"):
+    for nothing, found in (([], "none"), (changed(), "one without a list")):
+        with pytest.raises(AlignmentError, match=f"adapters: expected a list of at least one .*, found {found};"):
             aggregate_adapters(nothing, spec)  # type: ignore[arg-type]
     larger = {"m.lora_A.weight": torch.ones(3, 7), "m.lora_B.weight": torch.ones(6, 3)}
     with pytest.raises(AlignmentError, match=r"m: expected an update of shape \(6, 7\), found \(6, 5\) in the server"):
@@ -526,6 +526,7 @@ def test_adapters_that_do_not_fit_each_other_are_refused() -> None:
     for keywords, message in [
         ({"rank": 1.5}, "rank: expected a positive one with 'optimal' only, found 1.5"),
         ({"rank": "all"}, "rank: expected a positive one with 'optimal' only, found 'all'"),
+        ({"rank": 5}, "rank: expected at most 4, the sum of the adapters' ranks, found 5"),
         ({"method": "best"}, "method: expected one of mean"),
         ({"strength": 2.0}, "strength: expected a number from 0 to 1"),
         ({"method": "mean", "rank": 1}, "rank: expected a positive one with 'optimal' only"),

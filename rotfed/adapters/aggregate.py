@@ -101,7 +101,7 @@ def aggregate_adapters(
         The adapter before, whose types and frame the result has; without, the first of `adapters`. Each module has
         the highest of its ranks, the anchor's among them.
     rank
-        Another rank, for `"optimal"` only; `"sum"` of the adapters' is without any error.
+        Another rank, for `"optimal"` only, up to the adapters' sum; `"sum"`, which is that, is without any error.
     agree, over, proper, strength, max_sweeps
         Of rotations: whether to turn to the clients' consensus in place of the anchor itself; and as in `rotation`.
 
@@ -116,10 +116,16 @@ def aggregate_adapters(
         raise AlignmentError(f"rank: expected a positive one with 'optimal' only, found {rank!r} with {method!r}")
     models = [] if isinstance(adapters, Mapping) else list(adapters)
     if not models:
-        raise AlignmentError(f"adapters: expected a list of at least one state dict, found {type(adapters).__name__}")
+        alone = "one without a list" if adapters else "none"
+        raise AlignmentError(f"adapters: expected a list of at least one state dict, found {alone}; pass [adapter]")
     shares = normalised_weights(len(models), weights)
     like = models[0] if anchor is None else anchor
     modules = _check_alike(models, like, spec)
+    most = max(_rank_of(module, models, like, "sum") for module in modules)
+    if isinstance(rank, int) and rank > most:
+        raise AlignmentError(
+            f"rank: expected at most {most}, the sum of the adapters' ranks, found {rank}; more ranks hold no more"
+        )
     targets = {module.name: _rank_of(module, models, like, rank) for module in modules}
     replies: list[dict[str, Tensor]] = [dict(model) for model in models]
     left: dict[str, Factors] = {}
