@@ -39,6 +39,17 @@ _FREE = {
 _OF_THE_START = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 _REPEATABLE_STARTS = ("pissa", "olora")
 
+_CONVERT = "convert to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+_ALIKE = "train both alike"
+_OF_MODULES = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
+# What to do where a setting differs; _ALIKE where it is none of these.
+_REMEDIES = {
+    "base_model_name_or_path": "merge adapters of one base model or, where both name the same one, write one of the "
+    f"names into both {ADAPTER_CONFIG}",
+    "init_lora_weights": f"{_ALIKE}, or {_CONVERT}",
+    **dict.fromkeys(_OF_MODULES, "merge adapters of the same modules"),
+}
+
 
 @dataclass(frozen=True, eq=False)
 class AdapterFolder:
@@ -97,17 +108,20 @@ def check_compatible(folders: Sequence[AdapterFolder]) -> None:
         if start not in (*PLAIN_STARTS, *_REPEATABLE_STARTS):
             raise AlignmentError(
                 f"{folder.path}: expected init_lora_weights that leaves the base weights as they are, found {start!r}; "
-                "convert the adapter to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion), or "
-                "merge it into its model first (PEFT's merge_and_unload)"
+                f"{_CONVERT}, or merge the adapter into its model first (PEFT's merge_and_unload)"
             )
-    free = _FREE if first.spec.config.get("init_lora_weights") in PLAIN_STARTS else _FREE - _OF_THE_START
+    start = first.spec.config.get("init_lora_weights")
+    free = _FREE if start in PLAIN_STARTS else _FREE - _OF_THE_START
     for other in folders[1:]:
         for key in sorted((first.spec.config.keys() | other.spec.config.keys()) - free):
-            one, two = (_comparable(key, folder.spec.config.get(key)) for folder in (first, other))
-            if one != two:
+            one, two = (folder.spec.config.get(key) for folder in (first, other))
+            if _comparable(key, one) != _comparable(key, two):
+                remedy = _REMEDIES.get(key, _ALIKE)
+                if key in _OF_THE_START:
+                    remedy = f"a start by {start!r} changes the base weights by it, so {_REMEDIES['init_lora_weights']}"
                 raise AlignmentError(
-                    f"{other.path}: expected {key} {one!r} as in {first.path}, found {two!r}; merge adapters of one "
-                    "base model and the same modules"
+                    f"{other.path}: expected {key} {_sorted(one)!r} as in {first.path}, found {_sorted(two)!r}; "
+                    + remedy
                 )
 
 
@@ -155,10 +169,15 @@ def check_adapter_target(out: Path, models: Sequence[Path], force: bool) -> None
 def _comparable(key: str, value: object) -> object:
     if key == "init_lora_weights":
         return "plain" if value in PLAIN_STARTS else value
+    # Versions of PEFT write different settings that are not in use.
+    return _sorted(value) or None
+
+
+def _sorted(value: object) -> object:
+    """A setting as it is written; PEFT writes sets of names in any order."""
     if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
         return sorted(value)
-    # Versions of PEFT write different settings that are not in use.
-    return value or None
+    return value
 
 
 def _rescaled(folder: AdapterFolder, spec: AdapterSpec) -> dict[str, Tensor]:
