@@ -180,6 +180,7 @@ def test_adapters_on_base_weights_that_their_start_changed_keep_rank_and_scale(t
     write(tmp_path / "b", 1, init_lora_weights="pissa", r=2)
     code, output = run("merge", *folders, "-o", tmp_path / "other")
     assert code == 1 and re.search("b: expected r 4 as in .*, found 2; a start by 'pissa' changes the", output), output
+    assert "LoRA adapter of an unnamed model, started by 'pissa'" in run("check", tmp_path / "a")[1]
 
 
 def test_adapters_and_whole_models_do_not_mix(tmp_path: Path) -> None:
@@ -202,6 +203,7 @@ def test_check_says_what_an_adapter_holds(tmp_path: Path) -> None:
     assert code == 0, output
     assert "rsLoRA adapter of" in output and "4 modules, rank 2 (2), 4 (2), scale 4, 5.657" in output
     assert "averaged as they are: base_model.model.lm_head.weight" in output
+    assert run("check", tmp_path / "a" / "adapter_config.json") == (0, output)
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     code, output = run("check", tmp_path / "a")
     assert code == 1 and "expected adapter_model.safetensors, found none" in output

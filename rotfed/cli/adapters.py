@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rotfed.adapters.folders import AdapterOptions, check_adapter_target, merge_adapters, read_adapter, write_adapter
+from rotfed.adapters.spec import PLAIN_STARTS
 from rotfed.checkpoints import ADAPTER_CONFIG, is_adapter
 from rotfed.errors import AlignmentError
 from rotfed.mergers import normalised_weights
@@ -63,7 +64,9 @@ def check_folder(console: Console, path: Path) -> None:
     ranks = Counter(module.read(folder.params).rank for module in modules)
     scales = sorted({spec.scale(module, module.read(folder.params).rank) for module in modules})
     kind = "DoRA" if config.get("use_dora") else "rsLoRA" if config.get("use_rslora") else "LoRA"
-    console.print(f"{kind} adapter of {config.get('base_model_name_or_path') or 'an unnamed model'}")
+    start = config.get("init_lora_weights")
+    begun = "" if start in PLAIN_STARTS else f", started by {start!r}, which changes the base weights"
+    console.print(f"{kind} adapter of {config.get('base_model_name_or_path') or 'an unnamed model'}{begun}")
     console.print(
         f"{len(modules)} modules, rank {', '.join(f'{rank} ({count})' for rank, count in sorted(ranks.items()))}, "
         f"scale {', '.join(f'{scale:.4g}' for scale in scales)}"

@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from rotfed.checkpoints import (
+    ADAPTER_CONFIG,
     is_adapter,
     load_model,
     new_model,
@@ -31,7 +32,7 @@ from rotfed.spec import Resolution, SymmetrySpec
 
 
 def check(
-    model: Annotated[Path, typer.Argument(help="A transformers model directory, or a config.json.")],
+    model: Annotated[Path, typer.Argument(help="A model's or an adapter's directory, or its configuration.")],
     run: Annotated[bool, typer.Option("--run", help="Load the model and measure that its outputs stay.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random transforms, weights and inputs.")] = 0,
 ) -> None:
@@ -44,9 +45,9 @@ def check(
     """
     console = open_console()
     with refusals():
-        if is_adapter(model):
+        if model.name == ADAPTER_CONFIG or is_adapter(model):
             refuse_options("an adapter, which has no model to run", {"run": run})
-            check_folder(console, model)
+            check_folder(console, model.parent if model.name == ADAPTER_CONFIG else model)
             return
         stored = stored_parameters(model)
         try:
