@@ -148,11 +148,11 @@ def parse_settings(run_config: Mapping[str, UserConfigValue]) -> Settings:
         raise ConfigError(f"run config key {missing[0]!r} is missing; add it to [tool.flwr.app.config]")
     values = {_field(key): parse(key, run_config[key]) for key, parse in parsers.items()}
     settings = Settings(**values)
-    _check_together(settings)
+    _check_together(settings, run_config)
     return settings
 
 
-def _check_together(settings: Settings) -> None:
+def _check_together(settings: Settings, run_config: Mapping[str, UserConfigValue]) -> None:
     expected = BUILT_IN_MODELS[settings.task]
     if settings.built_in and settings.model != expected:
         raise ConfigError(
@@ -191,6 +191,16 @@ def _check_together(settings: Settings) -> None:
             "run config start = 'parties' needs a model whose residual stream can rotate, and 'bert-small' is none; "
             "use task = 'image' or 'language', or start = 'different'"
         )
+    # The keys of which a value itself tells that it is set; whether anchor, min-gain or lora-alpha are, it does not.
+    rank = settings.lora_rank
+    for key, idle, cause in (
+        ("aggregation", not settings.align, "align = false"),
+        ("lora-targets", not rank, "lora-rank = 0"),
+        ("residual", rank, f"lora-rank = {rank}"),
+        ("carry", rank, f"lora-rank = {rank}"),
+    ):
+        if idle and run_config[key] not in ("", False, "auto"):
+            raise ConfigError(f"run config {key} = {run_config[key]!r} has no effect at {cause}; leave it out")
 
 
 # ----------------------------------------------------------------------------------------------------------
