@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Linear
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 import rotfed
 from client.data import Corpus, import_extra
@@ -40,6 +42,8 @@ def build_trained(settings: Settings, corpus: Corpus, *, pretrained: bool = True
         return build_model(settings, corpus, pretrained=pretrained)
     peft = _peft()
     model, lacking = load_model(settings, corpus)
+    found = [name for name, module in model.base_model.named_modules() if isinstance(module, Linear | Conv1D)]
+    linear = dict.fromkeys(name.rpartition(".")[2] for name in found)
     config = peft.LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
@@ -51,8 +55,8 @@ def build_trained(settings: Settings, corpus: Corpus, *, pretrained: bool = True
     except ValueError as error:
         raise ConfigError(
             f"run config lora-targets = {','.join(settings.lora_targets or ())!r} does not fit model = "
-            f"{settings.model!r} ({error}); name some of its linear layers, such as 'q_proj,v_proj', or leave it empty "
-            "for all"
+            f"{settings.model!r} ({error}); name some of its linear layers, such as {','.join([*linear][:6])!r}, or "
+            "leave it empty for all"
         ) from error
     return adapted
 

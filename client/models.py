@@ -279,9 +279,11 @@ def _unloadable(settings: Settings, error: Exception) -> ConfigError:
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if settings.model.startswith(("/", ".")) and not Path(settings.model).is_dir():
         reason = "no such folder"
+    # No adapter goes with the built-in model.
+    other = "" if settings.lora_rank else f", or {BUILT_IN_MODELS[settings.task]!r}"
     return ConfigError(
         f"run config model = {settings.model!r} could not be loaded ({reason}); it must be the folder or hub id of a "
-        f"model for transformers' {_TASKS[settings.task].auto.__name__}, or {BUILT_IN_MODELS[settings.task]!r}"
+        f"model for transformers' {_TASKS[settings.task].auto.__name__}{other}"
     )
 
 

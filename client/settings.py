@@ -153,6 +153,11 @@ def parse_settings(run_config: Mapping[str, UserConfigValue]) -> Settings:
 
 
 def _check_together(settings: Settings, run_config: Mapping[str, UserConfigValue]) -> None:
+    if settings.lora_rank and settings.built_in:
+        raise ConfigError(
+            f"run config lora-rank = {settings.lora_rank} adapts a pretrained model, and model = {settings.model!r} is "
+            "a new one; use a transformers folder or a hub id, or lora-rank = 0"
+        )
     expected = BUILT_IN_MODELS[settings.task]
     if settings.built_in and settings.model != expected:
         raise ConfigError(
@@ -175,11 +180,6 @@ def _check_together(settings: Settings, run_config: Mapping[str, UserConfigValue
         raise ConfigError(
             f"run config start = {settings.start!r} needs a built-in model to initialise, and model = "
             f"{settings.model!r} is pretrained; use start = 'same'"
-        )
-    if settings.lora_rank and settings.built_in:
-        raise ConfigError(
-            f"run config lora-rank = {settings.lora_rank} adapts a pretrained model, and model = {settings.model!r} is "
-            "a new one; use a transformers folder or a hub id, or lora-rank = 0"
         )
     if settings.lora_rank and settings.align and settings.evaluate_clients and settings.aggregation not in AS_TRAINED:
         raise ConfigError(

@@ -259,7 +259,13 @@ def test_a_checkpoint_that_lacks_more_than_whole_modules_is_refused(tmp_path: Pa
     ("changes", "error", "message"),
     [
         ({"model": "bert-small"}, ConfigError, "lora-rank = 2 adapts a pretrained model, and model = 'bert-small'"),
-        ({"lora_targets": "q_proj"}, ConfigError, "lora-targets = 'q_proj' does not fit model"),
+        ({"model": "vit-small"}, ConfigError, "lora-rank = 2 adapts a pretrained model, and model = 'vit-small'"),
+        ({"model": "/nowhere"}, ConfigError, "no such folder.* transformers' AutoModelForSequenceClassification$"),
+        (
+            {"lora_targets": "q_proj"},
+            ConfigError,
+            "lora-targets = 'q_proj' does not fit model .* such as 'query,key,value,dense', or",
+        ),
         ({"evaluate_clients": True}, ConfigError, "needs each client's own adapter"),
         ({"aggregation": "average"}, ConfigError, "must be one of '', 'mean'"),
         ({"lora_rank": 0, "aggregation": "exact"}, AlignmentError, "aggregation: expected unset for a whole model"),
