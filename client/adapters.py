@@ -106,14 +106,14 @@ def check_base(config: Mapping[str, object], model: Model, settings: Settings) -
         )
 
 
-def save(model: Model, folder: str, residual: Mapping[str, Tensor]) -> None:
-    """Write a model's directory, which of a PeftModel is the adapter's or, where its base has changed, the whole's."""
-    if isinstance(model, PreTrainedModel):
-        model.save_pretrained(folder)
-    elif residual:
-        model.merge_and_unload().save_pretrained(folder)
-    else:
-        model.save_pretrained(folder, save_embedding_layers=False)
+def save(model: Model, folder: str, residual: Mapping[str, Tensor]) -> str:
+    """Write a model's directory, an adapter's of a PeftModel unless its base has changed, and return what it is."""
+    if isinstance(model, PreTrainedModel) or residual:
+        whole = model if isinstance(model, PreTrainedModel) else model.merge_and_unload()
+        whole.save_pretrained(folder)
+        return "a whole model"
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return "an adapter"
 
 
 def _whole_modules(settings: Settings, model: PreTrainedModel, lacking: list[str]) -> list[str]:

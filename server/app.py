@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
@@ -21,7 +23,7 @@ from client.settings import Settings, parse_settings
 from client.training import Evaluation, evaluate, pick_device, seed_everything
 from rotfed.flower import AlignedStrategy, MultiPartyStart, to_record, to_state_dict
 from server.grid import OrderedGrid
-from server.results import Recorder, environment
+from server.results import Recorder, environment, make_empty, whole_or_nothing
 
 app = ServerApp()
 
@@ -33,6 +35,8 @@ Measure = Callable[[ArrayRecord, Mapping[str, Tensor]], Evaluation]
 def main(grid: Grid, context: Context) -> None:
     """Run one federation; anything wrong with its config is raised before a message is sent."""
     settings = parse_settings(context.run_config)
+    if settings.save_model:
+        make_empty(settings.save_model)
     recorder = Recorder(
         Path(settings.results) if settings.results else None,
         {
@@ -108,9 +112,11 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
     if settings.save_model:
         residual = _residual(strategy)
         adapters.load_travelled(model, to_state_dict(result.arrays), residual)
-        adapters.save(model, settings.save_model, residual)
-        if settings.reads_text:
-            build_tokenizer(settings).save_pretrained(settings.save_model)
+        with whole_or_nothing(settings.save_model) as folder:
+            kind = adapters.save(model, folder, residual)
+            if settings.reads_text:
+                build_tokenizer(settings).save_pretrained(folder)
+        log(INFO, "Saved %s, of %s, in %s", kind, settings.model, settings.save_model)
 
 
 def build_strategy(settings: Settings, model: adapters.Model, train_metrics: TrainMetrics) -> Strategy:

@@ -1,18 +1,21 @@
-"""The results of a run as one JSON file that is valid at every moment."""
+"""The results of a run: one JSON file that is valid at every moment, and the folder of its model."""
 
 import json
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 import rotfed
+from client.settings import ConfigError
 
 
 def environment() -> dict[str, Any]:
@@ -42,6 +45,30 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def make_empty(folder: str) -> None:
+    """Make the folder for a run's model; ConfigError where that cannot be, or something is in it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        inside = sorted(path.name for path in Path(folder).iterdir())
+    except OSError as error:
+        raise ConfigError(f"run config save-model = {folder!r} can be no folder ({error}); name another") from error
+    if inside:
+        raise ConfigError(
+            f"run config save-model = {folder!r}: expected no such folder, or an empty one, found {inside[0]} in it; "
+            "remove it or name another"
+        )
+
+
+@contextmanager
+def whole_or_nothing(folder: str) -> Iterator[str]:
+    """A folder to write to, whose files are moved to `folder` once all have been written."""
+    # Within it: where it is a disk of its own, nothing can be moved to it from beside it.
+    with TemporaryDirectory(dir=folder) as temporary:
+        yield temporary
+        for path in Path(temporary).iterdir():
+            path.rename(Path(folder) / path.name)
 
 
 class Recorder:

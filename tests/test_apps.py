@@ -537,16 +537,28 @@ def test_at_a_different_start_clients_ignore_the_first_model_only(monkeypatch):
     assert torch.equal(sent, one) and torch.equal(sent, two)
 
 
-def test_a_text_federation_saves_a_model_that_the_next_one_starts_from(tmp_path, text_folder):
+def test_a_text_federation_saves_a_model_that_the_next_one_starts_from(tmp_path, text_folder, caplog):
     text = {"task": "text", "dataset": str(text_folder), "max_length": 24}
     saved = tmp_path / "model"
     first = federate(
         tmp_path / "first.json", **text, model="bert-small", local_epochs=12, batch_size=8, save_model=str(saved)
     )
     assert first["rounds"][1]["accuracy"] > 0.8
+    assert caplog.messages[-1] == f"Saved a whole model, of bert-small, in {saved}"
     second = federate(tmp_path / "second.json", **text, model=str(saved))
     assert second["rounds"][0]["accuracy"] == first["rounds"][1]["accuracy"]
     assert second["data"]["classes"] == ["animals", "plants"]
+
+
+def test_a_model_that_cannot_be_saved_is_not_there_in_part(tmp_path, monkeypatch, author_folder):
+    def full(settings):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(server.app, "build_tokenizer", full)
+    saved = tmp_path / "new" / "model"
+    with pytest.raises(OSError, match="no space left"):
+        federate(tmp_path / "results.json", **LANGUAGE, dataset=str(author_folder), save_model=str(saved))
+    assert not any(saved.iterdir())
 
 
 LANGUAGE = {"task": "language", "model": "llama-small", "max_length": 16, "partition": "natural"}
@@ -598,10 +610,13 @@ def test_a_run_whose_clients_run_other_code_fails_with_one_sentence(tmp_path, mo
 
 def test_bad_settings_fail_before_a_message_is_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalGrid, "send_and_receive", lambda *arguments, **keywords: pytest.fail("sent"))
+    (tmp_path / "older.txt").write_text("a result")
     for changes, message in (
         ({"model": "/nowhere/model"}, "could not be loaded"),
         ({"groups": "nonsense"}, "nonsense"),
         ({"layers": "40"}, "40"),
+        ({"save_model": str(tmp_path)}, "expected no such folder, or an empty one, found older.txt in it; remove it"),
+        ({"save_model": str(tmp_path / "older.txt")}, "can be no folder"),
     ):
         with pytest.raises(ValueError, match=message):
             federate(tmp_path / "results.json", **changes)

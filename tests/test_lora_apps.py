@@ -149,6 +149,7 @@ def test_adapters_alone_are_trained_sent_and_saved(
     texts: Path,
     rounds: list[dict[str, Any]],
     trained: list[tuple[Any, Any, int]],
+    caplog: pytest.LogCaptureFixture,
     task: str,
     labels: int,
     changes: dict[str, Any],
@@ -156,6 +157,7 @@ def test_adapters_alone_are_trained_sent_and_saved(
     base, saved = pretrained(task, tmp_path / "base"), tmp_path / "adapter"
     config = config_of(texts, task, model=base, save_model=str(saved), **changes)
     grid = federate(config)
+    assert caplog.messages[-1] == f"Saved an adapter, of {base}, in {saved}"
     sent = {name for message in grid.messages for arrays in message.content.array_records.values() for name in arrays}
     assert sent and all(".lora_" in name or ".classifier." in name for name in sent)
     assert any(".classifier." in name for name in sent) == (task != "language")
