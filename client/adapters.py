@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -113,6 +114,8 @@ def save(model: Model, folder: str, residual: Mapping[str, Tensor]) -> str:
         whole.save_pretrained(folder)
         return "a whole model"
     model.save_pretrained(folder, save_embedding_layers=False)
+    # The classes, which an adapter does not tell. As config.json it would have the folder read as a whole model's.
+    model.config.to_json_file(Path(folder) / "model_config.json")
     return "an adapter"
 
 

@@ -11,6 +11,7 @@ from flwr.app import Context, RecordDict
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
@@ -170,6 +171,10 @@ def test_adapters_alone_are_trained_sent_and_saved(
     assert set(load_file(saved / "adapter_model.safetensors")) == sent
     model = PeftModel.from_pretrained(loaded(task, base, labels), saved)
     assert measured(config, model) == (pytest.approx(losses[2], rel=1e-5), rounds[2]["accuracy"])
+    told = AutoConfig.from_pretrained(saved / "model_config.json")
+    model = LOADERS[task].from_pretrained(saved, config=told)
+    assert measured(config, model) == (pytest.approx(losses[2], rel=1e-5), rounds[2]["accuracy"])
+    assert task == "language" or told.id2label == dict(enumerate(load_corpus(parse_settings(config)).class_names))
     assert task == "image" or (saved / "tokenizer_config.json").exists()
     if config["align"]:
         report = rounds[2]["alignment"]
@@ -209,8 +214,12 @@ def test_what_a_checkpoint_lacks_is_trained_and_saved_as_a_whole(
     config = config_of(texts, model=base, save_model=str(saved))
     federate(config)
     assert "base_model.model.bert.pooler.dense.weight" in load_file(saved / "adapter_model.safetensors")
-    model = PeftModel.from_pretrained(loaded("text", base, 2), saved)
-    assert measured(config, model) == (pytest.approx(rounds[2]["loss"], rel=1e-5), rounds[2]["accuracy"])
+    told = AutoConfig.from_pretrained(saved / "model_config.json")
+    for model in (
+        PeftModel.from_pretrained(loaded("text", base, 2), saved),
+        AutoModelForSequenceClassification.from_pretrained(saved, config=told),
+    ):
+        assert measured(config, model) == (pytest.approx(rounds[2]["loss"], rel=1e-5), rounds[2]["accuracy"])
 
 
 def changed(base: str, folder: Path, name: str) -> str:
