@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -52,7 +53,10 @@ def build_trained(settings: Settings, corpus: Corpus, *, pretrained: bool = True
         modules_to_save=_whole_modules(settings, model, lacking) or None,
     )
     try:
-        adapted: PeftModel = peft.get_peft_model(model, config)
+        with catch_warnings():
+            # PEFT reads an attribute of models that transformers has renamed.
+            filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            adapted: PeftModel = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(
             f"run config lora-targets = {','.join(settings.lora_targets or ())!r} does not fit model = "

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from client import adapters, fingerprint
 from client.data import Examples, load_corpus, local_split, partition_rows
-from client.models import Encoder, build_encoder, build_examples
+from client.models import Encoder, build_encoder, build_examples, quiet
 from client.settings import ConfigError, Settings, parse_settings
 from client.training import evaluate as evaluate_model
 from client.training import pick_device, seed_everything
@@ -141,6 +141,7 @@ def _prepare(message: Message, context: Context) -> Node:
     return node
 
 
+@quiet()
 def _initialise(context: Context, server_round: int) -> Node:
     """This node with its own initialisation, the same one whenever its partition starts."""
     settings = parse_settings(context.run_config)

@@ -3,8 +3,10 @@
 What differs between tasks stands in one table, `_TASKS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.utils import logging
 
 from client.data import Corpus, Examples, Indices, Inputs
 from client.settings import BUILT_IN_MODELS, ConfigError, Settings
@@ -38,6 +41,20 @@ Encoder = Callable[[Inputs], dict[str, Tensor]]
 
 # Maps pixels in [0, 1] to [-1, 1]: what ViT was published with, and all that a model from scratch needs.
 DEFAULT_MEAN = DEFAULT_STD = 0.5
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what transformers says of every loading, which at each node and round hides what the app has to say."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(max(level, ERROR))
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def build_model(settings: Settings, corpus: Corpus, *, pretrained: bool = True) -> PreTrainedModel:

@@ -2,6 +2,9 @@
 
 import copy
 import sys
+import warnings
+from collections.abc import Iterator
+from logging import Handler
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
+from transformers.utils import logging
 
 import client.app
 import server.app
@@ -264,6 +268,39 @@ def test_a_checkpoint_that_lacks_more_than_whole_modules_is_refused(tmp_path: Pa
     save_file(params, Path(base) / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"no weights for vit.embeddings.cls_token, which no adapter can hold"):
         federate(config_of(texts, "image", model=base))
+
+
+@pytest.fixture
+def talkative() -> Iterator[list[str]]:
+    """What transformers logs as it does by default, which other tests silence."""
+    said: list[str] = []
+    handler = Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
+    logging.add_handler(handler)
+    yield said
+    logging.remove_handler(handler)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def test_nodes_are_quiet_as_they_load_and_leave_transformers_as_it_was(
+    tmp_path: Path, texts: Path, talkative: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(texts, model=pretrained("text", tmp_path / "base"))
+    context = InProcessGrid(client.app.app, 1, config).contexts[101]
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client.app._initialise(context, 1)
+    assert not talkative and not capsys.readouterr().err
+    context.run_config = {**config, "model": "/nowhere"}
+    with pytest.raises(ConfigError, match="no such folder"):
+        client.app._initialise(context, 1)
+    assert logging.get_verbosity() == logging.WARNING and logging.is_progress_bar_enabled()
+    loaded("text", str(config["model"]), 2)
+    assert any("LOAD REPORT" in text for text in talkative) and "Loading weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
