@@ -56,14 +56,19 @@ def build_trained(settings: Settings, corpus: Corpus, *, pretrained: bool = True
         with catch_warnings():
             # PEFT reads an attribute of models that transformers has renamed.
             filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            adapted: PeftModel = peft.get_peft_model(model, config)
+            adapted: Any = peft.get_peft_model(model, config)
+        # PEFT is content with one name that fits.
+        names = [f".{name}" for name in adapted.base_model.targeted_module_names]
+        if odd := [each for each in settings.lora_targets or () if not any(n.endswith(f".{each}") for n in names)]:
+            raise ValueError(f"no module is named {odd[0]}")
     except ValueError as error:
         raise ConfigError(
             f"run config lora-targets = {','.join(settings.lora_targets or ())!r} does not fit model = "
             f"{settings.model!r} ({error}); name some of its linear layers, such as {','.join([*linear][:6])!r}, or "
             "leave it empty for all"
         ) from error
-    return adapted
+    whole: PeftModel = adapted
+    return whole
 
 
 def travelling(model: Model) -> dict[str, Tensor]:

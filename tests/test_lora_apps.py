@@ -310,6 +310,11 @@ def test_nodes_are_quiet_as_they_load_and_leave_transformers_as_it_was(
         ({"model": "vit-small"}, ConfigError, "lora-rank = 2 adapts a pretrained model, and model = 'vit-small'"),
         ({"model": "/nowhere"}, ConfigError, "no such folder.* transformers' AutoModelForSequenceClassification$"),
         (
+            {"lora_targets": "query,valeu"},
+            ConfigError,
+            r"'query,valeu' does not fit model .* \(no module is named valeu\)",
+        ),
+        (
             {"lora_targets": "q_proj"},
             ConfigError,
             "lora-targets = 'q_proj' does not fit model .* such as 'query,key,value,dense', or",
