@@ -34,7 +34,6 @@ def test_the_page_on_merging_is_what_was_measured() -> None:
     assert (FOLDER / "merging-results.md").read_text() == merging_page(results)
 
 
-@pytest.mark.skipif(not (FOLDER / "lora.json").exists(), reason="docs/lora.json: not measured yet; make lora")
 def test_the_page_on_federated_lora_is_what_was_measured() -> None:
     results = json.loads((FOLDER / "lora.json").read_text())
     assert (FOLDER / "lora-results.md").read_text() == lora_page(results)

@@ -88,7 +88,7 @@ def with_table(readme: str, document: Document) -> str:
             at = mean(run["accuracy"][number] for run in _of(runs, method))
             cells += [f"{at:.1%}", _shown(change, 100.0, 1) if change else ""]
         rows.append(table_row([method, *cells]))
-    heads = ["aggregation", "its error, round 1", "accuracy", "points against the mean", f"round {ROUNDS}", "points"]
+    heads = ["aggregation", "its error, round 1", "accuracy, round 1", "points", f"accuracy, round {ROUNDS}", "points"]
     return between(readme, MARKS, "\n".join([table_row(heads), table_row(["---"] * len(heads)), *rows]))
 
 
