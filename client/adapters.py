@@ -135,6 +135,9 @@ def _whole_modules(settings: Settings, model: PreTrainedModel, lacking: list[str
         for name, child in model.named_children()
         if settings.task != "language" and child is not model.base_model and [*child.parameters()]
     ]
+    if model.base_model is model:
+        # Some (CLIP's kin) do not tell which part is their backbone: the head comes last.
+        whole = whole[-1:]
     for name in sorted(dict(model.named_parameters()).keys() & {*lacking}):
         owner = name.rpartition(".")[0]
         if any(f"{name}.".startswith(f"{module}.") for module in whole):

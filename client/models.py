@@ -258,7 +258,8 @@ def _text_encoder(settings: Settings, config: PretrainedConfig) -> Encoder:
 
 def _image_encoder(settings: Settings, config: PretrainedConfig) -> Encoder:
     """uint8 (n, c, h, w) -> {"pixel_values": float32 (n, channels, height, width)}, normalised."""
-    size, channels = _pair(config.image_size), config.num_channels
+    vision = getattr(config, "vision_config", config)
+    size, channels = _pair(vision.image_size), vision.num_channels
     mean, std = _normalisation(settings)
 
     def encode(inputs: Inputs) -> dict[str, Tensor]:

@@ -84,8 +84,9 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             for parameter, start in zip(trained, began, strict=False):
-                assert parameter.grad is not None
-                parameter.grad += proximal_mu * (parameter.detach() - start)
+                # What a model holds and does not use has none, and stays where it began.
+                if parameter.grad is not None:
+                    parameter.grad += proximal_mu * (parameter.detach() - start)
             torch.nn.utils.clip_grad_norm_(trained, MAX_GRADIENT_NORM)
             optimizer.step()
             total += loss.item() * len(rows)

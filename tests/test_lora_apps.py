@@ -23,6 +23,8 @@ from transformers import (
     ByT5Tokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    SiglipConfig,
+    SiglipModel,
     ViTConfig,
     ViTModel,
 )
@@ -224,6 +226,21 @@ def test_what_a_checkpoint_lacks_is_trained_and_saved_as_a_whole(
         AutoModelForSequenceClassification.from_pretrained(saved, config=told),
     ):
         assert measured(config, model) == (pytest.approx(rounds[2]["loss"], rel=1e-5), rounds[2]["accuracy"])
+
+
+def test_a_head_is_told_from_a_backbone_that_its_model_does_not_name(
+    tmp_path: Path, texts: Path, rounds: list[dict[str, Any]]
+) -> None:
+    vision = {**WIDTHS, "image_size": 8, "patch_size": 4, "num_channels": 1}
+    SiglipModel(SiglipConfig(vision_config=vision, text_config={**WIDTHS, "vocab_size": 9})).save_pretrained(tmp_path)
+    # Beside what is adapted it has an attention that a classifier does not use, and to which nothing pulls.
+    saved = tmp_path / "adapter"
+    federate(config_of(texts, "image", model=str(tmp_path), strategy="fedprox", proximal_mu=0.1, save_model=str(saved)))
+    assert rounds[2]["loss"] < rounds[0]["loss"]
+    kept = load_file(saved / "adapter_model.safetensors")
+    assert {name for name in kept if ".lora_" not in name} == {
+        f"base_model.model.classifier.{name}" for name in ("weight", "bias")
+    }
 
 
 def changed(base: str, folder: Path, name: str) -> str:
