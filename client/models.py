@@ -247,6 +247,16 @@ def _window_encoder(settings: Settings, config: PretrainedConfig) -> Encoder:
 
 def _text_encoder(settings: Settings, config: PretrainedConfig) -> Encoder:
     tokenizer, max_length = build_tokenizer(settings), settings.max_length
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(
+            f"run config model = {settings.model!r}: expected a tokenizer with a padding token, found none; give it "
+            "one (tokenizer.pad_token = tokenizer.eos_token) and save it in the model's folder"
+        )
+    body = config.get_text_config()
+    body = config.get_text_config()
+    if getattr(body, "pad_token_id", None) is None:
+        # Causal models look for the last token before the padding.
+        body.pad_token_id = tokenizer.pad_token_id
 
     def encode(inputs: Inputs) -> dict[str, Tensor]:
         # Spares the tokenizer a whole document of which it keeps the first lines; words are shorter than this.

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertConfig,
     BertModel,
     ByT5Tokenizer,
@@ -241,6 +242,23 @@ def test_a_head_is_told_from_a_backbone_that_its_model_does_not_name(
     assert {name for name in kept if ".lora_" not in name} == {
         f"base_model.model.classifier.{name}" for name in ("weight", "bias")
     }
+
+
+def test_a_decoder_of_texts_needs_a_token_to_pad_with(
+    tmp_path: Path, texts: Path, rounds: list[dict[str, Any]]
+) -> None:
+    base, saved = pretrained("language", tmp_path / "base"), tmp_path / "adapter"
+    assert AutoConfig.from_pretrained(base).pad_token_id is None
+    config = config_of(texts, model=base, save_model=str(saved))
+    federate(config)
+    told = AutoConfig.from_pretrained(saved / "model_config.json")
+    model = AutoModelForSequenceClassification.from_pretrained(saved, config=told)
+    assert measured(config, model) == (pytest.approx(rounds[2]["loss"], rel=1e-5), rounds[2]["accuracy"])
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(base)
+    with pytest.raises(ConfigError, match="expected a tokenizer with a padding token, found none"):
+        federate(config_of(texts, model=base))
 
 
 def changed(base: str, folder: Path, name: str) -> str:
