@@ -90,6 +90,11 @@ def load_model(settings: Settings, corpus: Corpus, pretrained: bool = True) -> t
             model = task.auto.from_config(config)
     except (OSError, ValueError) as error:
         raise _unloadable(settings, error) from error
+    if getattr(model, "peft_config", None):
+        raise ConfigError(
+            f"run config model = {settings.model!r} holds an adapter beside its weights: expected one model; merge it "
+            "(PEFT's merge_and_unload), or take its adapter_config.json away"
+        )
     return _in_float32(model), lacking
 
 

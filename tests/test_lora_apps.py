@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -259,6 +259,14 @@ def test_a_decoder_of_texts_needs_a_token_to_pad_with(
     tokenizer.save_pretrained(base)
     with pytest.raises(ConfigError, match="expected a tokenizer with a padding token, found none"):
         federate(config_of(texts, model=base))
+
+
+def test_a_folder_with_an_adapter_beside_its_model_is_refused(tmp_path: Path, texts: Path) -> None:
+    base = pretrained("text", tmp_path / "base")
+    get_peft_model(loaded("text", base, 2), LoraConfig(target_modules=["query"])).save_pretrained(base)
+    for rank in (0, 2):
+        with pytest.raises(ConfigError, match=r"holds an adapter beside its weights: expected one model; merge it"):
+            federate(config_of(texts, model=base, lora_rank=rank))
 
 
 def changed(base: str, folder: Path, name: str) -> str:
