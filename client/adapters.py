@@ -95,7 +95,8 @@ def base_config(model: Model) -> dict[str, str]:
     if isinstance(model, PreTrainedModel):
         return {}
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    # Buffers, too: the statistics of a batch norm are weights as good as any.
+    for name, parameter in model.state_dict(keep_vars=True).items():
         # What is trained as a whole keeps what it started from, which is new on every node.
         if parameter.requires_grad or ".original_module." in name:
             continue

@@ -302,6 +302,14 @@ def test_the_digest_tells_base_weights_and_nothing_else(tmp_path: Path, texts: P
 
     assert digest(base, 1) == digest(base, 2) == digest(twin, 3)
     assert digest(changed(base, tmp_path / "other", "encoder.layer.0.output.dense.bias"), 1) != digest(base, 1)
+    settings = parse_settings(config_of(texts, model=base))
+    model = build_trained(settings, load_corpus(settings))
+    found = set()
+    for mean in (0.0, 0.1):
+        # As a batch norm has its statistics.
+        model.base_model.register_buffer("running_mean", torch.tensor([mean]))
+        found.add(str(base_config(model)))
+    assert len(found) == 2
 
 
 def test_a_checkpoint_that_lacks_more_than_whole_modules_is_refused(tmp_path: Path, texts: Path) -> None:
