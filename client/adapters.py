@@ -60,7 +60,7 @@ def build_trained(settings: Settings, corpus: Corpus, *, pretrained: bool = True
         # PEFT is content with one name that fits.
         names = [f".{name}" for name in adapted.base_model.targeted_module_names]
         if odd := [each for each in settings.lora_targets or () if not any(n.endswith(f".{each}") for n in names)]:
-            raise ValueError(f"no module is named {odd[0]}")
+            raise ValueError(f"no module to adapt is named {odd[0]}")
     except ValueError as error:
         raise ConfigError(
             f"run config lora-targets = {','.join(settings.lora_targets or ())!r} does not fit model = "

@@ -363,7 +363,7 @@ def test_nodes_are_quiet_as_they_load_and_leave_transformers_as_it_was(
         (
             {"lora_targets": "query,valeu"},
             ConfigError,
-            r"'query,valeu' does not fit model .* \(no module is named valeu\)",
+            r"'query,valeu' does not fit model .* \(no module to adapt is named valeu\)",
         ),
         (
             {"lora_targets": "q_proj"},
