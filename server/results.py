@@ -52,6 +52,8 @@ def make_empty(folder: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         inside = sorted(path.name for path in Path(folder).iterdir())
+        # Whether it can be written to is to be known before the rounds.
+        TemporaryDirectory(dir=folder).cleanup()
     except OSError as error:
         raise ConfigError(f"run config save-model = {folder!r} can be no folder ({error}); name another") from error
     if inside:

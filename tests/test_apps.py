@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import shutil
 import struct
 import tomllib
@@ -611,12 +612,22 @@ def test_a_run_whose_clients_run_other_code_fails_with_one_sentence(tmp_path, mo
 def test_bad_settings_fail_before_a_message_is_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalGrid, "send_and_receive", lambda *arguments, **keywords: pytest.fail("sent"))
     (tmp_path / "older.txt").write_text("a result")
+    mkdir = os.mkdir
+
+    # Modes keep nobody out where tests run as root.
+    def locked(path, *rest, **keywords):
+        if Path(path).parent.name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        mkdir(path, *rest, **keywords)
+
+    monkeypatch.setattr(os, "mkdir", locked)
     for changes, message in (
         ({"model": "/nowhere/model"}, "could not be loaded"),
         ({"groups": "nonsense"}, "nonsense"),
         ({"layers": "40"}, "40"),
         ({"save_model": str(tmp_path)}, "expected no such folder, or an empty one, found older.txt in it; remove it"),
         ({"save_model": str(tmp_path / "older.txt")}, "can be no folder"),
+        ({"save_model": str(tmp_path / "locked")}, r"can be no folder \(.*locked"),
     ):
         with pytest.raises(ValueError, match=message):
             federate(tmp_path / "results.json", **changes)
