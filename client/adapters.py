@@ -56,6 +56,8 @@ def build_trained(settings: Settings, corpus: Corpus, *, pretrained: bool = True
         with catch_warnings():
             # PEFT reads an attribute of models that transformers has renamed.
             filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            # It sets what GPT-2's transposed layers need, and says so.
+            filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
             adapted: Any = peft.get_peft_model(model, config)
         # PEFT is content with one name that fits.
         names = [f".{name}" for name in adapted.base_model.targeted_module_names]

@@ -22,6 +22,8 @@ from transformers import (
     BertConfig,
     BertModel,
     ByT5Tokenizer,
+    GPT2Config,
+    GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
     SiglipConfig,
@@ -341,10 +343,17 @@ def test_nodes_are_quiet_as_they_load_and_leave_transformers_as_it_was(
 ) -> None:
     config = config_of(texts, model=pretrained("text", tmp_path / "base"))
     context = InProcessGrid(client.app.app, 1, config).contexts[101]
+    size = {"n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    GPT2Model(GPT2Config(vocab_size=259, bos_token_id=0, eos_token_id=1, **size)).save_pretrained(
+        tmp_path / "transposed"
+    )
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "transposed")
     capsys.readouterr()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        client.app._initialise(context, 1)
+        for model in (config["model"], str(tmp_path / "transposed")):
+            context.run_config = {**config, "model": model}
+            client.app._initialise(context, 1)
     assert not talkative and not capsys.readouterr().err
     context.run_config = {**config, "model": "/nowhere"}
     with pytest.raises(ConfigError, match="no such folder"):
