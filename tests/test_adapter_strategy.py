@@ -193,6 +193,10 @@ def test_a_round_in_which_nothing_was_learned_changes_nothing(aggregation: str) 
     assert not strategy.residual
 
 
+def test_what_is_usual_may_be_said() -> None:
+    RotFedAvg(SPEC, aggregation="optimal", over="both", proper=False, strength=1.0, anchor="global")
+
+
 def test_a_strategy_that_is_started_again_knows_nothing_of_the_adapter_before() -> None:
     strategy = RotFedAvg(SPEC, aggregation="stack")
     Clients([2, 4]).run(strategy, start(4))
@@ -356,7 +360,7 @@ def dp() -> Strategy:
         *[
             (FedAvg, {**method, name: value}, f"{name}: expected unset for .*only 'rotation' turns adapters.*{value}")
             for method in ({}, {"aggregation": "mean"}, {"train": "B"})
-            for name, value in (("over", "both"), ("proper", True), ("strength", 0.5), ("anchor", "consensus"))
+            for name, value in (("over", "A"), ("proper", True), ("strength", 0.5), ("anchor", "consensus"))
         ],
     ],
 )

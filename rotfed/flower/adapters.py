@@ -74,8 +74,9 @@ class AdapterRounds:
                 f"{strength:g}; one client's reply must not depend on those of others, nor move away from what was sent"
             )
         if self.method != "rotation":
-            given = {"over": over, "proper": proper or None, "strength": None if strength == 1 else strength}
-            given["anchor"] = None if anchor == "global" else anchor
+            usual = {"over": "both", "proper": False, "strength": 1, "anchor": "global"}
+            found = {"over": self.over, "proper": proper, "strength": strength, "anchor": anchor}
+            given = {name: None if value == usual[name] else value for name, value in found.items()}
             refuse_options(f"{self.method!r} (only 'rotation' turns adapters)", **given)
         if isinstance(inner, _COMPARES) and self.method not in ("mean", "rotation"):
             raise AlignmentError(
