@@ -58,9 +58,10 @@ def build_trained(settings: Settings, corpus: Corpus, *, pretrained: bool = True
             filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             # It sets what GPT-2's transposed layers need, and says so.
             filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
-            adapted: Any = peft.get_peft_model(model, config)
+            adapted: PeftModel = peft.get_peft_model(model, config)
         # PEFT is content with one name that fits.
-        names = [f".{name}" for name in adapted.base_model.targeted_module_names]
+        tuner: Any = adapted.base_model
+        names = [f".{name}" for name in tuner.targeted_module_names]
         if odd := [each for each in settings.lora_targets or () if not any(n.endswith(f".{each}") for n in names)]:
             raise ValueError(f"no module to adapt is named {odd[0]}")
     except ValueError as error:
@@ -69,8 +70,7 @@ def build_trained(settings: Settings, corpus: Corpus, *, pretrained: bool = True
             f"{settings.model!r} ({error}); name some of its linear layers, such as {','.join([*linear][:6])!r}, or "
             "leave it empty for all"
         ) from error
-    whole: PeftModel = adapted
-    return whole
+    return adapted
 
 
 def travelling(model: Model) -> dict[str, Tensor]:

@@ -258,7 +258,6 @@ def _text_encoder(settings: Settings, config: PretrainedConfig) -> Encoder:
             "one (tokenizer.pad_token = tokenizer.eos_token) and save it in the model's folder"
         )
     body = config.get_text_config()
-    body = config.get_text_config()
     if getattr(body, "pad_token_id", None) is None:
         # Causal models look for the last token before the padding.
         body.pad_token_id = tokenizer.pad_token_id
