@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from rotfed.checkpoints import quiet_transformers
 from rotfed.errors import ConvergenceWarning
 
 
@@ -81,14 +82,12 @@ def _set_up() -> None:
     """Make a process fit to share the machine with others, and quiet."""
     # Each sets up its own logging as it is imported.
     import datasets
-    import transformers
     from flwr.common.logger import FLOWER_LOGGER
 
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     FLOWER_LOGGER.setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet_transformers()
     warnings.simplefilter("ignore", ConvergenceWarning)
     # PEFT reads an attribute of models that transformers has renamed.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor
 
 import rotfed
+from client.adapters import load_travelled
 from client.app import IDENTITY
 from client.fingerprint import fingerprint
 from client.settings import parse_settings
@@ -113,9 +114,7 @@ def _settings_of(config: Mapping[str, Value]) -> dict[str, Value]:
 def _loaded(task: Task, adapter: Mapping[str, Tensor], residual: Mapping[str, Tensor]) -> PeftModel:
     """The model with an adapter, and with what the rounds before left for its base weights."""
     model = copy.deepcopy(task.model)
-    set_peft_model_state_dict(model, dict(adapter))
-    if residual:
-        rotfed.add_residual(model, residual)
+    load_travelled(model, adapter, residual)
     return model
 
 
