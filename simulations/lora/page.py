@@ -5,12 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from simulations.bench.picking import Document, Run, runs_of
 from simulations.bench.statistics import Difference, paired
 from simulations.lora.cells import ALPHA, CELLS, FIRST_SEED, MEAN, METHODS, ROTATIONS, ROUNDS
 from simulations.markdown import between, table_row
 
-Run = Mapping[str, Any]
-Document = Mapping[str, Any]
 Runs = Sequence[Run]
 
 # Task -> the figure that is compared, what one unit of it is multiplied by, digits, and whether more is better.
@@ -32,7 +31,7 @@ _SHARED = (
 def page(document: Document) -> str:
     """A sentence on what all runs show, a picture, a table a cell, and what the methods cost."""
     versions, runs = document["versions"], document["runs"]
-    first = [run["mean_error"][0] for run in _of(runs, MEAN)]
+    first = [run["mean_error"][0] for run in runs_of(runs, None, MEAN)]
     lines = [
         "# What each way of aggregating adapters gives, measured",
         "",
@@ -82,10 +81,10 @@ def with_table(readme: str, document: Document) -> str:
         return readme
     rows = []
     for method in (name for name in _methods(runs) if name in IN_README):
-        cells = [f"{mean(run['error'][0] for run in _of(runs, method)):.2f}"]
+        cells = [f"{mean(run['error'][0] for run in runs_of(runs, None, method)):.2f}"]
         for number in (0, -1):
             change = difference(runs, method, number)
-            at = mean(run["accuracy"][number] for run in _of(runs, method))
+            at = mean(run["accuracy"][number] for run in runs_of(runs, None, method))
             cells += [f"{at:.1%}", _shown(change, 100.0, 1) if change else ""]
         rows.append(table_row([method, *cells]))
     heads = ["aggregation", "its error, round 1", "accuracy, round 1", "points", f"accuracy, round {ROUNDS}", "points"]
@@ -160,7 +159,9 @@ def difference(runs: Runs, method: str, number: int) -> Difference | None:
     that they are no independent pairs.
     """
     figure = FIGURES[runs[0]["task"]][0]
-    ones, others = ({} if method == MEAN else _by_seed(_of(runs, name), figure, number) for name in (method, MEAN))
+    ones, others = (
+        {} if method == MEAN else _by_seed(runs_of(runs, None, name), figure, number) for name in (method, MEAN)
+    )
     seeds = sorted(ones.keys() & others.keys())
     return paired([ones[seed] for seed in seeds], [others[seed] for seed in seeds]) if len(seeds) > 1 else None
 
@@ -223,8 +224,8 @@ def _table(title: str, said: str, runs: Runs) -> list[str]:
             table_row(
                 [
                     method,
-                    _by_round(_of(runs, method), "error", 1.0, 2),
-                    _by_round(_of(runs, method), figure, scale, digits),
+                    _by_round(runs_of(runs, None, method), "error", 1.0, 2),
+                    _by_round(runs_of(runs, None, method), figure, scale, digits),
                     shown(method, 0),
                     shown(method, -1),
                 ]
@@ -243,7 +244,7 @@ def _cost(runs: Runs) -> list[str]:
     kinds = list(dict.fromkeys((run["task"], run["rank"]) for run in runs))
 
     def cell(method: str, kind: tuple[str, int]) -> str:
-        found = [run for run in _of(runs, method) if (run["task"], run["rank"]) == kind]
+        found = [run for run in runs_of(runs, None, method) if (run["task"], run["rank"]) == kind]
         if not found:
             return ""
         spent = 1e3 * mean(seconds for run in found for seconds in run["aggregation_seconds"])
@@ -277,10 +278,6 @@ def _missing(runs: Runs) -> list[str]:
         if left:
             lines.append(f"{cell.name} (seeds {', '.join(map(str, left))})")
     return lines
-
-
-def _of(runs: Iterable[Run], method: str) -> list[Run]:
-    return [run for run in runs if run["method"] == method]
 
 
 def _cells(runs: Iterable[Run]) -> list[str]:
