@@ -13,10 +13,8 @@ from rotfed.adapters import (
     load_adapter_spec,
     train_factors,
 )
-from rotfed.align import Alignment, align
-from rotfed.anchors import align_all, medoid, merge
+from rotfed.align import Alignment, AlignOptions, align
 from rotfed.checks import check_spec
-from rotfed.descent import Anchor
 from rotfed.errors import (
     AlignmentError,
     ConvergenceWarning,
@@ -26,7 +24,9 @@ from rotfed.errors import (
     SpecError,
     TransformError,
 )
+from rotfed.frames import align_all, medoid, merge
 from rotfed.library import load_spec, supported_model_types
+from rotfed.matching import Anchor
 from rotfed.mergers import weighted_mean
 from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec
@@ -36,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdapterSpec",
+    "AlignOptions",
     "Alignment",
     "AlignmentError",
     "Anchor",

@@ -1,16 +1,80 @@
-"""Alignment: the transform that moves one model nearest to another without changing what it computes."""
+"""Alignment: the transform that moves one model nearest to another without changing what it computes.
+
+Groups that share no parameter are solved apart, exactly. Groups that do are solved in turn, each exactly with the
+others held. Permutations come first: which head is which has to be known before a head is rotated.
+"""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from rotfed.descent import Anchor, Params, Problem, check_finite
-from rotfed.errors import AlignmentError
-from rotfed.spec import Resolution, SymmetrySpec
-from rotfed.transform import Transform, identity_transform, to_work
+from rotfed.errors import AlignmentError, ConvergenceWarning, TransformError
+from rotfed.layout import Layout, lay_out
+from rotfed.matching import (
+    Anchor,
+    pair_plain,
+    pair_turning,
+    plain_units_stay,
+    turning_units_stay,
+)
+from rotfed.moments import Elements, Piece, Term, contract, merged, mixed_axes, per_index, solve
+from rotfed.solvers import Pull
+from rotfed.spec import Group, SymmetrySpec
+from rotfed.tensors import Params, check_finite, compute_type, meta_of, squared_difference
+from rotfed.transform import Transform, identity_transform
+
+# Sweeps over coupled groups end when one of them lowers the squared distance by less than this share of it.
+_SETTLED = 1e-12
+
+# Worth a warning: by more of the anchor's squared norm than this the last sweep still lowered the squared distance.
+_STILL_FALLING = 1e-2
+
+# Below this share of what it was, a squared distance is measured anew: the difference of larger ones has lost digits.
+_MEASURED = 1e-3
+
+
+@dataclass(frozen=True)
+class AlignOptions:
+    """How models are aligned.
+
+    `groups` (names in the spec) and `layers` (numbers) are those to use, all by default; a group that all layers share
+    is used only where all layers are. `reflections`: O(n), or rotations only, SO(n), and positive scales. `strength`
+    in (0, 1]: less than 1 pulls every element toward the identity, by a proximal term. `max_sweeps`: groups that act on
+    the same parameters (rotation and scale of a head) are solved in turn, each exactly, until the distance settles: the
+    joint optimum. 1 gives the sequential solution of arXiv 2502.00264, Algorithm 1.
+    """
+
+    groups: Iterable[str] | None = None
+    layers: Iterable[int] | None = None
+    reflections: bool = True
+    strength: float = 1.0
+    max_sweeps: int = 20
+
+    def __post_init__(self) -> None:
+        if isinstance(self.strength, bool) or not isinstance(self.strength, int | float) or not 0 < self.strength <= 1:
+            raise AlignmentError(f"strength: expected a number in (0, 1], found {self.strength!r}; 1 aligns fully")
+        if type(self.max_sweeps) is not int or self.max_sweeps < 1:
+            raise AlignmentError(f"max_sweeps: expected a whole number, at least 1, found {self.max_sweeps!r}")
+        if not isinstance(self.reflections, bool):
+            raise AlignmentError(f"reflections: expected True or False, found {self.reflections!r}")
+        for name in ("groups", "layers"):
+            value = getattr(self, name)
+            if isinstance(value, Iterable) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
+
+    def select(self, spec: SymmetrySpec) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return the layers and groups of a spec that are used. Raises SpecError for those that it lacks."""
+        numbers = spec.select_layers(self.layers)
+        whole = len(numbers) == spec.num_layers
+        return numbers, tuple(name for name in spec.select_groups(self.groups) if whole or spec.groups[name].layered)
+
+
+DEFAULTS = AlignOptions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,23 +87,14 @@ class Alignment:
     turned out to be the identity (1.0 where there is none).
     """
 
-    params: dict[str, Tensor]
+    params: Params
     transform: Transform
     distance_before: float
     distance_after: float
     identity_permutations: float
 
 
-def align(
-    source: Params,
-    anchor: Params,
-    spec: SymmetrySpec,
-    groups: Iterable[str] | None = None,
-    layers: Iterable[int] | None = None,
-    proper: bool = False,
-    strength: float = 1.0,
-    max_sweeps: int = 20,
-) -> Alignment:
+def align(source: Params, anchor: Params | Anchor, spec: SymmetrySpec, options: AlignOptions = DEFAULTS) -> Alignment:
     """Move `source` as near to `anchor` as its symmetries allow: min_T ||T(source) - anchor||.
 
     Parameters
@@ -49,122 +104,473 @@ def align(
         differently (another prefix, another version of transformers). Pass an `Anchor` to align many models to one.
     spec
         The bound spec of both.
-    groups, layers
-        The groups (names in the spec) and layers (numbers) to use, all by default. A group that all layers share
-        is used only where all layers are.
-    proper
-        Rotations only, SO(n), instead of rotations and reflections, O(n).
-    strength
-        In (0, 1]: less than 1 pulls every element toward the identity, by a proximal term.
-    max_sweeps
-        Groups that act on the same parameters (rotation and scale of a head) are solved in turn, each exactly, until
-        the distance settles: the joint optimum. 1 gives the sequential solution of arXiv 2502.00264, Algorithm 1.
-        A ConvergenceWarning tells where the squared distance had not settled after several.
+    options
+        Which groups and layers, and how.
 
-    Returns an `Alignment`; nothing is mutated. Computed in float64, returned in the types of `source`. Raises
-    SpecError where the spec does not fit, AlignmentError for values that are not finite or options out of range.
+    Returns an `Alignment`; nothing is mutated, and parameters that nothing moves are the very same tensors. Products
+    are in the weights' own type, half precision in float32; small matrices in float64. Raises SpecError where the spec
+    does not fit, AlignmentError for values that are not finite. A ConvergenceWarning tells where the squared distance
+    had not settled after several sweeps.
     """
-    check_options(strength, max_sweeps)
-    if not (isinstance(anchor, Anchor) and anchor.spec == spec):
-        anchor = Anchor(anchor, spec)
-    numbers, chosen = select(spec, groups, layers)
-    resolution = spec.resolve(source)
-    if _layout(resolution) != _layout(anchor.resolution):
-        raise AlignmentError(
-            f"source: expected parameters laid out as the anchor's ({anchor.resolution.naming} names), found those of "
-            f"{resolution.naming} names, which split them otherwise; load both with the same transformers"
-        )
-    problem = Problem(source, resolution, anchor, numbers, proper, strength)
+    pair = Pair(source, anchor if isinstance(anchor, Anchor) and anchor.spec == spec else _anchor(anchor, spec), options)
     check_finite(source, "source")
-    components = spec.components(chosen)
-    solved = {component: problem.solve(component, max_sweeps) for component in components}
-
-    def moved_by(kept: Sequence[tuple[str, ...]]) -> Transform:
-        elements = {name: element for component in kept for name, element in solved[component].items()}
-        return Transform(spec, {name: elements.get(name, problem.identity(name)) for name in spec.groups})
-
-    transform = moved_by(components)
-    params = transform.move(source)
-    # Rounding to the source's own type (bfloat16) can cost more than the alignment of two near frames gains, and what
-    # that type cannot hold is at no distance at all.
-    kept = [c for c in components if problem.distance2(params, c) < problem.distance2(source, c)]
-    if len(kept) < len(components):
-        transform = moved_by(kept)
-        params = transform.move(source)
-    before, after = _distances(problem, params)
-    return Alignment(params, transform, before, after, identity_share(transform, resolution, chosen, numbers))
+    found = pair.solved()
+    return pair.aligned(found)
 
 
-def check_options(strength: float, max_sweeps: int = 1) -> None:
-    """Raise AlignmentError for options of `align` that are out of range."""
-    if not isinstance(strength, int | float) or not 0.0 < strength <= 1.0:
-        raise AlignmentError(f"strength: expected a number in (0, 1], found {strength!r}; 1 aligns fully")
-    if not isinstance(max_sweeps, int) or max_sweeps < 1:
-        raise AlignmentError(f"max_sweeps: expected a whole number, at least 1, found {max_sweeps!r}")
+def _anchor(anchor: Params | Anchor, spec: SymmetrySpec) -> Anchor:
+    return Anchor(anchor.params if isinstance(anchor, Anchor) else anchor, spec)
 
 
-def identity_share(
-    transform: Transform,
-    resolution: Resolution,
-    groups: Iterable[str] | None = None,
-    layers: Iterable[int] | None = None,
-) -> float:
-    """The share of the permutations that `align` uses under these options, in a model laid out so, that do nothing."""
-    numbers, chosen = select(transform.spec, groups, layers)
+Component = tuple[str, ...]
+"""Groups that share parameters, so that they are solved together."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The elements of coupled groups that bring a source nearest, and what they gain.
+
+    `distances` holds, for the blocks on which the same groups act, the names of these groups and the squared distance
+    before and after. `fell` is the share of the anchor's squared norm by which the last sweep lowered it.
+    """
+
+    elements: dict[str, Tensor]
+    distances: tuple[tuple[frozenset[str], float, float], ...]
+    fell: float = 0.0
+
+    @property
+    def before(self) -> float:
+        """The squared distance of the source over all blocks on which the groups act."""
+        return math.fsum(before for _, before, _ in self.distances)
+
+    @property
+    def after(self) -> float:
+        """The squared distance once moved."""
+        return math.fsum(after for _, _, after in self.distances)
+
+
+class Pair:
+    """A source and an anchor, and how the elements between them are restricted."""
+
+    def __init__(self, source: Params, anchor: Anchor, options: AlignOptions = DEFAULTS) -> None:
+        self.source = source
+        self.anchor = anchor
+        self.options = options
+        self.spec = anchor.spec
+        self.layers, self.groups = options.select(self.spec)
+        self.layout: Layout = lay_out(source, self.spec)
+        if self.layout is not anchor.layout and self.layout.signature != anchor.layout.signature:
+            raise AlignmentError(
+                f"source: expected parameters laid out as the anchor's ({anchor.layout.naming} names), found those of "
+                f"{self.layout.naming} names, which split them otherwise; load both with the same transformers"
+            )
+        blocks = zip(self.layout.blocks, anchor.layout.blocks, strict=True)
+        self.pieces = [
+            Piece(ours, theirs, positions, source, anchor.params)
+            for ours, theirs in blocks
+            if (positions := tuple(i for i, layer in enumerate(ours.layers) if layer is None or layer in self.layers))
+        ]
+        types = {tensor.dtype for params in (source, anchor.params) for tensor in meta_of(params).values()}
+        double = compute_type(*types) == torch.float64
+        # What rounding of the products, in their type, looks like: in a moment's null space, and as a gain.
+        self.null_space = 1e-11 if double else 1e-6
+        self.noise = 1e-13 if double else 1e-11
+        self.settled = _SETTLED if double else 1e-7
+        self._near: dict[Component, tuple[list[Term], set[int | None]]] = {}
+
+    # ----------------------------------------------------------------------------------------------------------
+    # The whole model
+
+    def solved(self, options: AlignOptions | None = None) -> dict[Component, Solved]:
+        """Return the elements of all groups, by the sets of groups that share parameters."""
+        return {component: self.solve(component, options) for component in self.components}
+
+    @cached_property
+    def components(self) -> list[Component]:
+        """The sets of chosen groups that share parameters."""
+        return self.spec.components(self.groups)
+
+    def transform(self, found: Iterable[Solved]) -> Transform:
+        """Return the transform that has the elements found, and the identity elsewhere."""
+        elements = {name: element for one in found for name, element in one.elements.items()}
+        return Transform(self.spec, {name: elements.get(name, self.identity(name)) for name in self.spec.groups})
+
+    def aligned(self, found: Mapping[Component, Solved], tried: Mapping[Component, Solved] | None = None) -> Alignment:
+        """Return the source moved by what was found, where that brings it nearer also in its own type.
+
+        `tried` are solutions of other components, which stay as they are.
+        """
+        kept = {component: one for component, one in found.items() if one.after < one.before}
+        while True:
+            transform = self.transform(kept.values())
+            moved = transform.over(self.source)
+            try:
+                # What is read from elsewhere is moved when it is read, too.
+                params: Params = dict(moved) if isinstance(self.source, dict) else moved
+            except TransformError as error:
+                # What its type cannot hold is at no distance at all.
+                lost = {name for name in kept if set(name) & set(error.groups)}
+                if not lost:
+                    raise
+                kept = {name: one for name, one in kept.items() if name not in lost}
+                continue
+            before2, after2 = self._distances(kept, params)
+            worse = [name for name, after in after2.items() if not after < before2[name]]
+            if not worse:
+                break
+            kept = {name: one for name, one in kept.items() if name not in worse}
+        solved = {**(tried or {}), **found}
+        before = math.fsum([self.rest2, *(one.before for one in solved.values())])
+        after = math.fsum([self.rest2, *(after2.get(name, one.before) for name, one in solved.items())])
+        share = identity_share(transform, self.layout, self.options)
+        return Alignment(params, transform, before**0.5, max(0.0, after) ** 0.5, share)
+
+    def _distances(self, kept: Mapping[Component, Solved], params: Params) -> tuple[dict[Component, float], ...]:
+        """Return squared distances before and after by component; measured where moments do not tell them."""
+        before = {name: one.before for name, one in kept.items()}
+        after, types = {}, meta_of(self.source)
+        for name, one in kept.items():
+            # Rounding to half precision can cost more than the alignment of two near frames gains.
+            half = any(types[n].element_size() < 4 for p in self._touched(name) for n in p.source_block.names[0])
+            after[name] = self._measured(name, params) if half or one.after < _MEASURED * one.before else one.after
+        return before, after
+
+    def _measured(self, component: Component, params: Params) -> float:
+        moved = [replace(piece, source=params) for piece in self._touched(component)]
+        return math.fsum(map(_distance2, moved))
+
+    @cached_property
+    def rest2(self) -> float:
+        """The squared distance over the shared floating-point parameters, or parts of them, on which no group acts."""
+        acted: dict[str, list[Piece]] = {}
+        for piece in self._touched(self.groups):
+            for position in piece.positions:
+                for name in piece.source_block.names[position]:
+                    acted.setdefault(name, []).append(replace(piece, positions=(position,)))
+        ours, theirs = meta_of(self.source), meta_of(self.anchor.params)
+        found = []
+        for mine, other in self._shared(ours, theirs):
+            inside = acted.get(mine, [])
+            names = inside[0].source_block.names[inside[0].positions[0]] if inside else (mine,)
+            if sum(piece.entries for piece in inside) == sum(ours[name].numel() for name in names):
+                continue
+            found.append(squared_difference(self.source[mine], self.anchor.params[other]))
+            if mine == names[0]:
+                found += [-_distance2(piece) for piece in inside]
+        return max(0.0, math.fsum(found))
+
+    def _shared(self, ours: Params, theirs: Params) -> Iterator[tuple[str, str]]:
+        """Yield the names, in source and anchor, of the parameters that both have."""
+        mine, other = self.layout, self.anchor.layout
+        shared = [(mine.names[name], other.names[name]) for name in mine.names if name in other.names]
+        shared += [(name, name) for name in mine.unmatched if name in set(other.unmatched)]
+        for one, two in shared:
+            if ours[one].shape != theirs[two].shape:
+                raise AlignmentError(
+                    f"{one}: expected shape {tuple(theirs[two].shape)} as in the anchor, found "
+                    f"{tuple(ours[one].shape)}; align models of one architecture and one vocabulary"
+                )
+        return iter(shared)
+
+    # ----------------------------------------------------------------------------------------------------------
+    # Coupled groups
+
+    def identity(self, name: str) -> Tensor:
+        """Return the neutral elements of a group."""
+        group = self.spec.groups[name]
+        return group.kind.identity(group.batch, group.size)
+
+    def _touched(self, groups: Iterable[str]) -> list[Piece]:
+        names = list(groups)
+        return [piece for piece in self.pieces if piece.touched_by(names)]
+
+    def solve(self, component: Component, options: AlignOptions | None = None) -> Solved:
+        """Return the elements of coupled groups that bring the source nearest, by other options where they are given."""
+        pieces = self._touched(component)
+        groups = [self.spec.groups[name] for name in component]
+        permutations = [group for group in groups if group.kind_name == "permutation"]
+        # What all layers share comes last: it is known from embeddings and head before anything else is.
+        rest = sorted((g for g in groups if g.kind_name != "permutation"), key=lambda group: not group.layered)
+        solver = Descent(permutations, rest, self, options or self.options)
+        if not all(group.layered for group in groups):
+            return solver.solve(pieces)
+        layers = {layer for piece in pieces for layer in piece.layers}
+        if component not in self._near:
+            near = solver.near(pieces)
+            self._near[component] = near, solver.stay(pieces, near) if permutations else layers
+        near, stay = self._near[component]
+        if stay == layers:
+            return solver.descend(pieces, solver.in_place(), near)
+        apart = [[here for p in pieces if (here := p.within(some)) is not None] for some in (stay, layers - stay)]
+        found = solver.descend(apart[0], solver.in_place())
+        return _joined(found, solver.solve(apart[1]), [layer for layer in layers - stay if layer is not None])
+
+
+def _distance2(piece: Piece) -> float:
+    """Return the squared distance of a piece's source from its anchor."""
+    return float(contract(piece, [], {}).distance2.sum())
+
+
+def _joined(one: Solved, other: Solved, layers: Sequence[int]) -> Solved:
+    """Return what was found in some layers together with what was found in the others, `layers`."""
+    elements = {name: element.clone() for name, element in one.elements.items()}
+    for name, element in elements.items():
+        element[layers] = other.elements[name][layers].to(element)
+    return Solved(elements, (*one.distances, *other.distances), max(one.fell, other.fell))
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Coupled groups, solved in turn: permutations first, then `rest`, in order, until the distance settles."""
+
+    permutations: list[Group]
+    rest: list[Group]
+    pair: Pair
+    options: AlignOptions
+
+    @property
+    def pull(self) -> Pull:
+        """The pull of every element toward the identity."""
+        return Pull(self.options.strength, self.pair.null_space)
+
+    def in_place(self) -> dict[str, Tensor]:
+        """Return the neutral elements of all groups."""
+        return {group.name: self.pair.identity(group.name) for group in (*self.permutations, *self.rest)}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all groups."""
+        return [group.name for group in (*self.permutations, *self.rest)]
+
+    def near(self, pieces: Iterable[Piece]) -> list[Term]:
+        """Return the moments of units that stay in their places, from which nothing else has to be read."""
+        return merged(contract(piece, self.names, {}) for piece in pieces)
+
+    def element(self, group: Group, terms: Iterable[Term], elements: Elements) -> Tensor:
+        """Return the optimal elements of one group with those of the others held."""
+        return solve(group, terms, elements, self.pull, self.options.reflections, self.pair.noise)
+
+    # --- units in their places ---------------------------------------------------------------------------------------
+
+    def stay(self, pieces: Sequence[Piece], near: Sequence[Term]) -> set[int | None]:
+        """Return the layers in which all units provably stay in their places."""
+        layers = {layer for piece in pieces for layer in piece.layers}
+        mixing = [group for group in self.rest if group.kind.mixes]
+        elements: dict[str, Tensor] = {}
+        for group in mixing:
+            elements[group.name] = self.element(group, near, elements)
+        for position, group in enumerate(self.permutations):
+            later = {other.name for other in self.permutations[position + 1 :]}
+            own = [p for p in pieces if p.source_block.once(group.name) and not later & p.source_block.groups]
+            if not own:
+                continue
+            terms = [t for t in near if t.action(group.name) and not later & {a.group.name for a in t.actions}]
+            moved2 = per_index(group, terms, [term.distances(elements) for term in terms], group.size).clamp_min(0)
+            if turns := [other.name for other in mixing if other.indexed_by(group)]:
+                layers &= turning_units_stay(group, own, turns, moved2, self.pair.anchor, self.element)
+            else:
+                layers &= plain_units_stay(group, own, moved2, self.pair.anchor)
+        return layers
+
+    def stays(self, pieces: Sequence[Piece]) -> bool:
+        """Return whether all units provably stay in their places, whatever else turns: by the groups within layers."""
+        if not self.permutations:
+            return True
+        within = replace(self, rest=[group for group in self.rest if group.layered])
+        touched = [piece for piece in pieces if piece.touched_by(within.names)]
+        return within.stay(touched, within.near(touched)) == {layer for piece in touched for layer in piece.layers}
+
+    # --- units that change places ------------------------------------------------------------------------------------
+
+    def solve(self, pieces: Sequence[Piece]) -> Solved:
+        """Return the best elements found from units in their places and, unless they stay there, units paired up."""
+        in_place = self.in_place()
+        best = self.descend(pieces, in_place)
+        if self.stays(pieces):
+            return self._said(best)
+        paired = self._pair_up(pieces)
+        if any(not torch.equal(paired[name], in_place[name].to(paired[name].device)) for name in paired):
+            # The pairing is solved before the rest is known, so the distance at the end decides whether it holds.
+            best = min(best, self.descend(pieces, paired), key=lambda found: found.after)
+        sweeps = self.options.max_sweeps
+        for _ in range(sweeps if len(self.permutations) > 1 else 0):
+            # With everything else known each permutation sees all of its parameters.
+            again = self._pair_again(pieces, best.elements)
+            if all(torch.equal(again[group.name], best.elements[group.name]) for group in self.permutations):
+                break
+            found = self.descend(pieces, again)
+            if found.after >= best.after * (1 - self.pair.settled):
+                break
+            best = found
+        return self._said(best)
+
+    def _said(self, best: Solved) -> Solved:
+        if best.fell > _STILL_FALLING and self.options.max_sweeps > 1:
+            warnings.warn(
+                f"{', '.join(self.names)}: the squared distance fell by another {best.fell:.1%} of the anchor's "
+                f"squared norm in the last of {self.options.max_sweeps} sweeps; the models are aligned, but not as "
+                "near as they could be: raise max_sweeps",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
+        return best
+
+    def _pair_up(self, pieces: Sequence[Piece]) -> dict[str, Tensor]:
+        """Return a start: permutations from the outside in, each from what the ones still unsettled leave in place."""
+        known = {group.name: self.pair.identity(group.name) for group in self.rest}
+        for position, group in enumerate(self.permutations):
+            unsettled = [other.name for other in self.permutations[position:]]
+            # What turns the residual stream is known from embeddings and head, which nothing else touches; what turns
+            # a query head of a shared key from the key, which the query heads do not touch.
+            for number, other in reversed(list(enumerate(self.rest))):
+                closed = [*unsettled, *(g.name for g in self.rest[:number])]
+                free = [p for p in pieces if p.touched_by([other.name]) and not p.touched_by(closed)]
+                held = {name: element for name, element in known.items() if name != other.name}
+                known[other.name] = self.element(other, [contract(p, [other.name], held) for p in free], {})
+            own = [p for p in pieces if p.touched_by([group.name]) and not p.touched_by(unsettled[1:])]
+            known[group.name] = self._pair_one(group, known, own)
+        return known
+
+    def _pair_again(self, pieces: Sequence[Piece], elements: Elements) -> dict[str, Tensor]:
+        """Return the permutations solved anew in turn, with the elements of all other groups held."""
+        known = dict(elements)
+        for group in self.permutations:
+            known[group.name] = self._pair_one(group, known, [p for p in pieces if p.touched_by([group.name])])
+        return known
+
+    def _pair_one(self, group: Group, known: Elements, pieces: Sequence[Piece]) -> Tensor:
+        """Return one permutation: of plain units, or of units each of which may also turn in a way of its own."""
+        inner = [other for other in self.rest if other.indexed_by(group)]
+        scales = [other.name for other in inner if _is_factor(other, group)]
+        turns = [other.name for other in inner if other.name not in scales]
+        left = {*(other.name for other in inner), group.name}
+        outer = {name: element for name, element in known.items() if name not in left}
+        pieces = [piece for piece in pieces if piece.source_block.once(group.name)]
+        if not pieces:
+            return self.pair.identity(group.name)
+        if turns:
+            return pair_turning(group, pieces, turns, scales, outer, self.element, self.pull)
+        return pair_plain(group, pieces, scales, outer, self.pull)
+
+    # --- groups that turn and scale ----------------------------------------------------------------------------------
+
+    def descend(
+        self,
+        pieces: Sequence[Piece],
+        start: Elements,
+        near: Sequence[Term] | None = None,
+    ) -> Solved:
+        """Solve the groups that turn and scale in turn, permutations held, until the squared distance settles.
+
+        Parameters: `near`, the moments of `pieces`, where they are known and no unit has changed places.
+        """
+        held = {group.name: start[group.name] for group in self.permutations}
+        names = [group.name for group in self.rest]
+        if any(len(mixed_axes(piece, names)) > 1 for piece in pieces):
+            return self._descend_by_turns(pieces, held, start)
+        moved = {name: e for name, e in held.items() if not torch.equal(e, self.pair.identity(name).to(e.device))}
+        terms = near
+        if terms is None:
+            terms = merged(contract(piece, self.names, moved) for piece in pieces)
+        elements = {name: start[name] for name in names}
+        best, fell = self._sweeps(self.rest, terms, elements, self.options.max_sweeps)
+        before = terms if not moved else merged(contract(piece, self.names, {}) for piece in pieces)
+        distances = tuple(
+            (frozenset(a.group.name for a in old.actions), float(old.distance2.sum()), float(new.distances(best).sum()))
+            for old, new in zip(before, terms, strict=True)
+        )
+        return Solved({**held, **best}, distances, fell)
+
+    def _sweeps(
+        self, groups: Sequence[Group], terms: Sequence[Term], start: Elements, max_sweeps: int
+    ) -> tuple[dict[str, Tensor], float]:
+        """Return the best elements found from moments, and the share of the norm that the last sweep gained."""
+        elements = dict(start)
+        best, previous, fell = dict(elements), math.inf, 0.0
+        norm2 = _anchor_norm2(terms)
+        for _ in range(max_sweeps if len(groups) > 1 else 1):
+            for group in groups:
+                elements[group.name] = self.element(group, terms, elements)
+            distance2 = math.fsum(float(term.distances(elements).sum()) for term in terms)
+            # With a pull to the identity a sweep may also lose: the pull is to the identity, not to the last sweep.
+            if distance2 < previous:
+                best = dict(elements)
+            if distance2 >= previous - self.pair.settled * abs(previous):
+                fell = 0.0
+                break
+            fell = 0.0 if previous == math.inf else (previous - distance2) / norm2
+            previous = distance2
+        return best, fell
+
+    def _descend_by_turns(self, pieces: Sequence[Piece], held: Elements, start: Elements) -> Solved:
+        """Descend where two groups mix different axes of one block: what all layers share, and what each has inside.
+
+        The moments of one side depend on the elements of the other: they are contracted anew in each sweep, but for
+        blocks on which the other side does not act.
+        """
+        inner = [group for group in self.rest if group.layered]
+        outer = [group for group in self.rest if not group.layered]
+        inside, outside = ([group.name for group in groups] for groups in (inner, outer))
+        fixed = merged(contract(p, outside, held) for p in pieces if p.touched_by(outside) and not p.touched_by(inside))
+        crossed = [p for p in pieces if p.touched_by(outside) and p.touched_by(inside)]
+        alone = merged(contract(p, inside, held) for p in pieces if p.touched_by(inside) and not p.touched_by(outside))
+        still = [contract(p, [], held) for p in pieces if not p.touched_by([*inside, *outside])]
+        elements = {name: start[name] for name in (*inside, *outside)}
+        best, previous, fell = dict(elements), math.inf, 0.0
+        norm2 = 1.0
+        for sweep in range(self.options.max_sweeps):
+            known = {**held, **{name: elements[name] for name in outside}}
+            terms = [*alone, *merged(contract(p, inside, known) for p in crossed)]
+            for group in inner:
+                elements[group.name] = self.element(group, terms, elements)
+            known = {**held, **{name: elements[name] for name in inside}}
+            terms = [*fixed, *merged(contract(p, outside, known) for p in crossed)]
+            for group in outer:
+                elements[group.name] = self.element(group, terms, elements)
+            rest = [*still, *alone]
+            after = [float(term.distances(elements).sum()) for term in (*terms, *rest)]
+            distance2 = math.fsum(after)
+            if not sweep:
+                norm2 = _anchor_norm2(terms)
+            if distance2 < previous:
+                best = dict(elements)
+            if distance2 >= previous - self.pair.settled * abs(previous):
+                fell = 0.0
+                break
+            fell = 0.0 if previous == math.inf else (previous - distance2) / norm2
+            previous = distance2
+        before = math.fsum(map(_distance2, pieces))
+        return Solved({**held, **best}, ((frozenset(self.names), before, min(distance2, previous)),), fell)
+
+
+def _anchor_norm2(terms: Iterable[Term]) -> float:
+    """Return a squared norm to compare falls of the squared distance with: half of source's and anchor's together."""
+    total = 0.0
+    for term in terms:
+        if term.inner is not None:
+            total += float(term.distance2.sum() + 2 * term.products({}).sum()) / 2
+    return max(total, 1e-300)
+
+
+def _is_factor(group: Group, units: Group) -> bool:
+    """Return whether a group only multiplies each unit of a permutation by one number."""
+    return group.kind_name == "scale" or (group.kind_name == "sign" and group.per == (*units.per, units.axis))
+
+
+def identity_share(transform: Transform, layout: Layout, options: AlignOptions = DEFAULTS) -> float:
+    """Return the share of the permutations used under these options, in a model laid out so, that do nothing."""
+    numbers, chosen = options.select(transform.spec)
     used = {
-        (action.group.name, block.layer if action.group.layered else ...)
-        for block in resolution.blocks
+        (action.group.name, layer if action.group.layered else ...)
+        for block in layout.blocks
         for action in block.actions
-        if action.group.kind_name == "permutation" and action.group.name in chosen and block.layer in (None, *numbers)
+        if action.group.kind_name == "permutation" and action.group.name in chosen
+        for layer in block.layers
+        if layer in (None, *numbers)
     }
     elements = {**identity_transform(transform.spec).elements, **transform.elements}
     stacks = [elements[name][layer].reshape(-1, transform.spec.groups[name].size) for name, layer in used]
     if not stacks:
         return 1.0
-    hits = [(stack == torch.arange(stack.shape[-1], device=stack.device)).all(-1) for stack in stacks]
+    hits = [(stack == torch.arange(stack.shape[-1], device=stack.device)).all(-1).cpu() for stack in stacks]
     return float(torch.cat(hits).double().mean())
-
-
-def select(
-    spec: SymmetrySpec, groups: Iterable[str] | None, layers: Iterable[int] | None
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The layers and groups that the options of `align` choose."""
-    numbers = spec.select_layers(layers)
-    whole = len(numbers) == spec.num_layers
-    return numbers, tuple(name for name in spec.select_groups(groups) if whole or spec.groups[name].layered)
-
-
-def _layout(resolution: Resolution) -> list[object]:
-    """What two resolutions must share for their blocks to be paired one by one."""
-    return [
-        (block.layer, block.shape, [(action.group.name, action.dual, action.order) for action in block.actions])
-        for block in resolution.blocks
-    ]
-
-
-def _distances(problem: Problem, params: Params) -> tuple[float, float]:
-    """Distance from the anchor over all shared floating-point parameters: of the source, and of `params`."""
-    before2 = after2 = 0.0
-    for mine, theirs in _shared(problem):
-        anchor = to_work(problem.anchor[theirs]).to(problem.device)
-        here = float((to_work(problem.source[mine]) - anchor).square().sum())
-        before2 += here
-        same = params[mine] is problem.source[mine]
-        after2 += here if same else float((to_work(params[mine]) - anchor).square().sum())
-    return math.sqrt(before2), math.sqrt(after2)
-
-
-def _shared(problem: Problem) -> Iterator[tuple[str, str]]:
-    """The names, in source and anchor, of the floating-point parameters that both have."""
-    ours, theirs = problem.resolution, problem.anchor.resolution
-    shared = [(ours.names[name], theirs.names[name]) for name in ours.names if name in theirs.names]
-    shared += [(name, name) for name in ours.left_alone if name in set(theirs.left_alone)]
-    for mine, other in shared:
-        found, expected = problem.source[mine].shape, problem.anchor[other].shape
-        if found != expected:
-            raise AlignmentError(
-                f"{mine}: expected shape {tuple(expected)} as in the anchor, found {tuple(found)}; "
-                "align models of one architecture and one vocabulary"
-            )
-        if problem.source[mine].is_floating_point():
-            yield mine, other

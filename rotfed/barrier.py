@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from rotfed.errors import AlignmentError, SpecError
 from rotfed.mergers import weighted_mean
+from rotfed.tensors import Params
 
-Params = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
 
 IGNORED_LABEL = -100

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rotfed.checks import with_plain_experts
-from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError, SpecError
 from rotfed.library import load_spec, refusing
-from rotfed.mergers import Params, restore_type
+from rotfed.mergers import restore_type
 from rotfed.spec import SymmetrySpec
+from rotfed.tensors import Params, check_finite
 
 _SAFETENSORS_TYPES = {
     "F64": torch.float64,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotfed.errors import FunctionChangedError, SpecError
+from rotfed.layout import lay_out
 from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec, check_is_spec
 from rotfed.transform import Transform, random_transform
@@ -55,7 +56,7 @@ def check_spec(
     twin = with_plain_experts(copy.deepcopy(model).cpu().to(dtype).eval())
     original = dict(twin.state_dict())
     params = fold_norms(original, spec) if spec.residual else original
-    stacks = spec.resolve(params).stacks
+    stacks = lay_out(params, spec).stacks
     inputs = dict(inputs) if inputs is not None else example_inputs(twin, generator)
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
     try:

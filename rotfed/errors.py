@@ -10,7 +10,12 @@ class SpecError(RotfedError):
 
 
 class TransformError(RotfedError):
-    """A transform's elements are not members of their groups or do not fit its spec."""
+    """A transform's elements are not members of their groups, do not fit its spec, or lead out of a type's range.
+
+    `groups` are then those whose elements do.
+    """
+
+    groups: tuple[str, ...] = ()
 
 
 class AlignmentError(RotfedError):

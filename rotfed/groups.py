@@ -1,23 +1,46 @@
-"""The kinds of group under which a transformer keeps its function: how their elements look, act and combine.
+"""The kinds of group under which a transformer keeps its function: how their elements look, act, combine, are found.
 
 An element belongs to one index of its group (a layer, a head, ...); elements of all indices are stacked into one
 tensor, so every function here is batched over leading dimensions. Nothing in this file knows a parameter name.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rotfed.errors import TransformError
+from rotfed.solvers import Pull, optimal_scale, orthogonal_procrustes, plane_procrustes
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a group has to know of two models to find its nearest element, in float64, stacked over the group's batch.
+
+    `cross`, `(*batch, n, n)`, is the sum of anchor times source transposed; None for kinds that mix no coordinates.
+    `inner` and `norm2`, `(2, *batch, n)`, are the inner products of source and anchor and the source's squared norms,
+    first where the group acts directly, then where its dual does; `energy`, `(*batch,)`, the squared norms of source
+    and anchor together. A gain below `noise` times the energy is rounding.
+    """
+
+    cross: Tensor | None
+    inner: Tensor
+    norm2: Tensor
+    energy: Tensor
+    noise: float
 
 
 class Kind(ABC):
     """One kind of group acting on vectors of length `n`; elements are stacked over `batch`.
 
     `act` and its dual take `x` of shape `(*batch, n, m)`: `m` vectors of length `n` for every batch index. The dual
-    is the inverse transpose, so that `act(e, x)` and `act(e, y, dual=True)` keep the product `x.mT @ y`.
+    is the inverse transpose, so that `act(e, x)` and `act(e, y, dual=True)` keep the product `x.mT @ y`. A kind that
+    `mixes` adds coordinates up; one that `multiplies` has a factor for each; permutations do neither.
     """
+
+    mixes = False
+    multiplies = False
 
     @abstractmethod
     def identity(self, batch: tuple[int, ...], n: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -30,9 +53,9 @@ class Kind(ABC):
         n: int,
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float64,
-        proper: bool = False,
+        reflections: bool = True,
     ) -> Tensor:
-        """A random element at every batch index; `proper` leaves out reflections and negative scales."""
+        """A random element at every batch index; without `reflections`, no reflection and no negative scale."""
 
     @abstractmethod
     def inverse(self, element: Tensor) -> Tensor:
@@ -45,6 +68,10 @@ class Kind(ABC):
     @abstractmethod
     def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
         """Apply `element` to `x` of shape `(*batch, n, m)`, or its inverse transpose where `dual`."""
+
+    @abstractmethod
+    def solve(self, moment: Moment, pull: Pull, reflections: bool) -> Tensor:
+        """The elements that bring the source nearest to the anchor; exactly the identity where nothing is gained."""
 
     @abstractmethod
     def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
@@ -78,6 +105,8 @@ class Kind(ABC):
 class Orthogonal(Kind):
     """O(n), rotations and reflections; an element is a matrix `(n, n)` that acts from the left."""
 
+    mixes = True
+
     def identity(self, batch: tuple[int, ...], n: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.eye(n, dtype=dtype).expand(*batch, n, n).clone()
 
@@ -87,14 +116,14 @@ class Orthogonal(Kind):
         n: int,
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float64,
-        proper: bool = False,
+        reflections: bool = True,
     ) -> Tensor:
         """Haar-distributed: QR of a Gaussian matrix with the signs of R's diagonal moved into Q (Mezzadri 2007)."""
         gaussian = torch.randn(*batch, n, n, generator=generator, dtype=torch.float64)
         q: Tensor
         q, r = torch.linalg.qr(gaussian)
         q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
-        if proper:
+        if not reflections:
             q[..., 0] *= torch.linalg.det(q).sign().unsqueeze(-1)
         return q.to(dtype)
 
@@ -109,6 +138,16 @@ class Orthogonal(Kind):
     def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
         # The inverse transpose of an orthogonal matrix is the matrix itself.
         return element @ x
+
+    def solve(self, moment: Moment, pull: Pull, reflections: bool) -> Tensor:
+        assert moment.cross is not None
+        best = self._nearest(moment.cross, pull, reflections)
+        eye = torch.eye(best.shape[-1], dtype=best.dtype, device=best.device)
+        gain = ((best - eye) * moment.cross).sum((-2, -1))
+        return torch.where((gain > moment.noise * moment.energy)[..., None, None], best, eye)
+
+    def _nearest(self, cross: Tensor, pull: Pull, reflections: bool) -> Tensor:
+        return orthogonal_procrustes(cross, pull, reflections)
 
     def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
         return (*batch, n, n)
@@ -133,9 +172,13 @@ class CentredOrthogonal(Orthogonal):
         n: int,
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float64,
-        proper: bool = False,
+        reflections: bool = True,
     ) -> Tensor:
-        return self.extend(super().random(batch, n - 1, generator, torch.float64, proper)).to(dtype)
+        return self.extend(super().random(batch, n - 1, generator, torch.float64, reflections)).to(dtype)
+
+    def _nearest(self, cross: Tensor, pull: Pull, reflections: bool) -> Tensor:
+        basis = self.complement(cross.shape[-1]).to(cross.device)
+        return self.extend(orthogonal_procrustes(basis.T @ cross @ basis, pull, reflections))
 
     @staticmethod
     def complement(n: int) -> Tensor:
@@ -175,7 +218,7 @@ class Permutation(Kind):
         n: int,
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float64,
-        proper: bool = False,
+        reflections: bool = True,
     ) -> Tensor:
         return torch.rand(*batch, n, generator=generator, dtype=torch.float64).argsort(-1)
 
@@ -186,7 +229,12 @@ class Permutation(Kind):
         return earlier.gather(-1, later)
 
     def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
+        if element.numel() == x.shape[-2]:
+            return x.index_select(-2, element.reshape(-1))
         return x.gather(-2, element.unsqueeze(-1).expand_as(x))
+
+    def solve(self, moment: Moment, pull: Pull, reflections: bool) -> Tensor:
+        raise NotImplementedError("permutations are assigned, by all pairs of units: see rotfed.matching")
 
     def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
         return (*batch, n)
@@ -204,6 +252,8 @@ class Permutation(Kind):
 class Scale(Kind):
     """The non-zero reals, one for each of `n` coordinates; the dual divides."""
 
+    multiplies = True
+
     def identity(self, batch: tuple[int, ...], n: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.ones(*batch, n, dtype=dtype)
 
@@ -213,12 +263,12 @@ class Scale(Kind):
         n: int,
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float64,
-        proper: bool = False,
+        reflections: bool = True,
     ) -> Tensor:
-        """Log-normal with a spread of half a natural unit and, unless `proper`, a random sign."""
+        """Log-normal with a spread of half a natural unit and, with `reflections`, a random sign."""
         magnitude = (0.5 * torch.randn(*batch, n, generator=generator, dtype=torch.float64)).exp()
         sign = torch.randint(0, 2, (*batch, n), generator=generator) * 2 - 1
-        return (magnitude if proper else magnitude * sign).to(dtype)
+        return (magnitude * sign if reflections else magnitude).to(dtype)
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.reciprocal()
@@ -229,6 +279,11 @@ class Scale(Kind):
     def act(self, element: Tensor, x: Tensor, dual: bool = False) -> Tensor:
         factor = element.unsqueeze(-1)
         return x / factor if dual else x * factor
+
+    def solve(self, moment: Moment, pull: Pull, reflections: bool) -> Tensor:
+        (norm2, dual_norm2), (inner, dual_inner) = moment.norm2, moment.inner
+        best = optimal_scale(norm2, inner, dual_norm2, dual_inner, pull, reflections)
+        return torch.where((best - 1).abs() > moment.noise, best, 1.0)
 
     def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
         return (*batch, n)
@@ -252,14 +307,20 @@ class Sign(Scale):
         n: int,
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float64,
-        proper: bool = False,
+        reflections: bool = True,
     ) -> Tensor:
-        if proper:
+        if not reflections:
             return self.identity(batch, n, dtype)
         return (torch.randint(0, 2, (*batch, n), generator=generator) * 2 - 1).to(dtype)
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.clone()
+
+    def solve(self, moment: Moment, pull: Pull, reflections: bool) -> Tensor:
+        norm2, inner = moment.norm2.sum(0), moment.inner.sum(0)
+        # The pull is in units of the identity's own gain, as for a rotation.
+        turned = inner + pull.to_identity * norm2 < -moment.noise * norm2
+        return 1.0 - 2.0 * turned.to(norm2.dtype) if reflections else torch.ones_like(norm2)
 
     def dimension(self, n: int) -> int:
         return 0
@@ -276,6 +337,8 @@ class RopePlanes(Kind):
     `(heads planes pair)` for neighbours.
     """
 
+    mixes = True
+
     def identity(self, batch: tuple[int, ...], n: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(batch, dtype=dtype)
 
@@ -285,7 +348,7 @@ class RopePlanes(Kind):
         n: int,
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float64,
-        proper: bool = False,
+        reflections: bool = True,
     ) -> Tensor:
         return (torch.pi * (2 * torch.rand(batch, generator=generator, dtype=torch.float64) - 1)).to(dtype)
 
@@ -303,6 +366,13 @@ class RopePlanes(Kind):
         cos, sin = element.cos().unsqueeze(-1), element.sin().unsqueeze(-1)
         first, second = x[..., 0, :], x[..., 1, :]
         return torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-2)
+
+    def solve(self, moment: Moment, pull: Pull, reflections: bool) -> Tensor:
+        assert moment.cross is not None
+        best, cross = plane_procrustes(moment.cross, pull), moment.cross
+        even, odd = cross[..., 0, 0] + cross[..., 1, 1], cross[..., 1, 0] - cross[..., 0, 1]
+        gain = (best.cos() - 1) * even + best.sin() * odd
+        return torch.where(gain > moment.noise * moment.energy, best, 0.0)
 
     def element_shape(self, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
         return batch

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rotfed.align import Alignment, align, identity_share
+from rotfed.align import Alignment, AlignOptions, align, identity_share
 from rotfed.barrier import Batch, run
-from rotfed.descent import Params, check_finite
 from rotfed.errors import AlignmentError
-from rotfed.mergers import alike, distance2, normalised_weights, weighted_mean
-from rotfed.spec import Block, Group, SymmetrySpec, check_is_spec
-from rotfed.transform import Transform, act, identity_transform, to_work
+from rotfed.layout import Unit, gather, lay_out
+from rotfed.mergers import alike, normalised_weights, weighted_mean
+from rotfed.spec import Group, SymmetrySpec, check_is_spec
+from rotfed.tensors import Params, check_finite, squared_distance, to_work
+from rotfed.transform import Transform, act, identity_transform
 
 Loss = Callable[[Mapping[str, Tensor], Batch], Tensor]
 
@@ -146,29 +147,27 @@ class LearnedAlignment:
         chosen = [spec.groups[name] for name in spec.select_groups(groups)]
         learned = [kind for kind in _LEARNABLE if kind != "scale" or groups is not None]
         wanted = {group.name for group in chosen if group.kind_name in learned}
-        moving: dict[tuple[str, ...], list[Block]] = {}
-        for block in spec.resolve(moved[0]).blocks:
-            if any(action.group.name in wanted for action in block.actions):
-                moving.setdefault(block.params, []).append(block)
-        acting = {action.group.name for blocks in moving.values() for block in blocks for action in block.actions}
+        layout = lay_out(moved[0], spec)
+        units = {unit.names: unit for unit in layout.units.values() if any(b.groups & wanted for b, _ in unit.blocks)}
+        acting = {name for block in layout.blocks for name in block.groups}
         self._groups = [group for group in chosen if group.name in wanted & acting]
         if not self._groups:
             raise AlignmentError(
                 f"groups: expected one that can be learned ({', '.join(_LEARNABLE)}), found "
                 f"{', '.join(f'{group.name} ({group.kind_name})' for group in chosen) or 'none'}"
             )
-        like = moved[0][next(iter(moving))[0]]
+        like = moved[0][next(iter(units))[0]]
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         # A transform is linear in the model that it moves, so that the shares are multiplied once.
         self._moving = [
             _Moving(
-                tuple(blocks),
+                unit,
                 [
-                    (to_work(blocks[0].gather(model)) * share).to(like.device, dtype)
+                    (to_work(gather(model, unit.names, unit.blocks[0][0].stacked)) * share).to(like.device, dtype)
                     for model, share in zip(moved, shares, strict=True)
                 ],
             )
-            for blocks in moving.values()
+            for unit in units.values()
         ]
         self.parameters = {
             group.name: torch.zeros(len(self._starts), *_parameter_shape(group), dtype=dtype, device=like.device)
@@ -339,7 +338,7 @@ def refine(
     _check_options(learning_rate, steps=steps, patience=patience)
     chosen = spec.select_groups(groups) if groups is not None else None
     if start is None:
-        start = align(source, anchor, spec, groups=chosen, max_sweeps=1).transform
+        start = align(source, anchor, spec, AlignOptions(groups=chosen, max_sweeps=1)).transform
     if not isinstance(share, int | float) or not 0 < share < 1:
         raise AlignmentError(f"share: expected a number between 0 and 1, found {share!r}")
     learned = LearnedAlignment([anchor, source], spec, [start], [1 - share, share], chosen)
@@ -360,8 +359,8 @@ def refine(
         if len(losses) % patience and _mean_loss(learned, loss, compared) < lowest:
             best = learned.transforms()[0]
     params = best.apply(source)
-    before, after = (math.sqrt(distance2(model, anchor)) for model in (source, params))
-    alignment = Alignment(params, best, before, after, identity_share(best, spec.resolve(source), chosen))
+    before, after = (math.sqrt(squared_distance(model, anchor)) for model in (source, params))
+    alignment = Alignment(params, best, before, after, identity_share(best, lay_out(source, spec), AlignOptions(groups=chosen)))
     return Refinement(alignment, losses, len(losses), time.perf_counter() - begin)
 
 
@@ -369,7 +368,7 @@ def refine(
 class _Moving:
     """A parameter, or a stack of them, that learned groups act on: the models' shares in the average, anchor first."""
 
-    blocks: tuple[Block, ...]
+    unit: Unit
     shares: list[Tensor]
 
     def under(self, elements: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -377,16 +376,18 @@ class _Moving:
         average = self.shares[0]
         for number, share in enumerate(self.shares[1:]):
             average = average + self._moved(share, {name: element[number] for name, element in elements.items()})
-        first = self.blocks[0]
-        yield from zip(first.params, average.unbind() if first.stacked else [average], strict=True)
+        stacked = self.unit.blocks[0][0].stacked
+        yield from zip(self.unit.names, average.unbind() if stacked else [average], strict=True)
 
     def _moved(self, share: Tensor, elements: Mapping[str, Tensor]) -> Tensor:
-        first = self.blocks[0]
-        if first.view(share).numel() == share.numel():
-            return act(first.view(share), first, elements).reshape(share.shape)
-        moved = share.clone()
-        for block in self.blocks:
-            block.view(moved).copy_(act(block.view(share), block, elements))
+        whole = self.unit.blocks[0][0].size == share.numel()
+        moved = share if whole else share.clone()
+        for block, position in self.unit.blocks:
+            view = block.view(share).unsqueeze(0)
+            found = act(view, block.actions, elements, (block.layers[position],)).squeeze(0)
+            if whole:
+                return found.reshape(share.shape)
+            block.view(moved).copy_(found)
         return moved
 
 

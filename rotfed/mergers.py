@@ -1,16 +1,13 @@
 """Mergers: from models in one frame to one model."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rotfed.errors import AlignmentError
-from rotfed.spec import check_parameters
-from rotfed.transform import round_to, to_work
-
-Params = Mapping[str, Tensor]
+from rotfed.layout import check_parameters
+from rotfed.tensors import Params, compute_type, meta_of, round_to
 
 
 def normalised_weights(count: int, weights: Sequence[float] | None) -> list[float]:
@@ -39,16 +36,22 @@ def alike(models: Iterable[Params]) -> list[Params]:
     if not listed:
         raise AlignmentError("models: expected at least one, found none")
     for model in listed:
-        check_parameters(model)
-        if odd := [name for name, tensor in model.items() if tensor.is_complex() or tensor.is_meta]:
-            found = "a meta tensor" if model[odd[0]].is_meta else f"{model[odd[0]].dtype}"
-            raise AlignmentError(f"{odd[0]}: expected a dense tensor of real numbers, found {found}")
-    first = listed[0]
-    for number, model in enumerate(listed[1:], start=1):
-        if odd := sorted(set(model) ^ set(first)):
+        if not isinstance(model, Mapping):
+            check_parameters(model)
+    metas = [meta_of(model) for model in listed]
+    for model, meta in zip(listed, metas, strict=True):
+        check_parameters(meta)
+        for name, tensor in meta.items():
+            # A model read from files knows its shapes without values.
+            if tensor.is_complex() or (tensor.is_meta and model is meta):
+                found = "a meta tensor" if tensor.is_meta else f"{tensor.dtype}"
+                raise AlignmentError(f"{name}: expected a dense tensor of real numbers, found {found}")
+    first = metas[0]
+    for number, meta in enumerate(metas[1:], start=1):
+        if odd := sorted(set(meta) ^ set(first)):
             place = "model 0" if odd[0] in first else f"model {number}"
             raise AlignmentError(f"{odd[0]}: expected in every model, found in {place} only; merge like models")
-        for name, tensor in model.items():
+        for name, tensor in meta.items():
             if tensor.shape != first[name].shape:
                 raise AlignmentError(
                     f"{name}: expected shape {tuple(first[name].shape)} as in model 0, found {tuple(tensor.shape)} "
@@ -60,26 +63,70 @@ def alike(models: Iterable[Params]) -> list[Params]:
 def weighted_mean(models: Iterable[Params], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
     """The weighted mean of models that share a frame.
 
-    Accumulated in float64, returned in the types of the first model; whole-number buffers are rounded, flags go
-    with the majority. Nothing is mutated. Raises RotfedError for models that differ in names or shapes, and for a mean
-    that is too large for its type.
+    Accumulated in float32, float64 where a model has it; returned in the types of the first model; whole-number
+    buffers are rounded, flags go with the majority. Nothing is mutated. Raises RotfedError for models that differ in
+    names or shapes, and for a mean that is too large for its type.
     """
-    models = alike(models)
-    shares = normalised_weights(len(models), weights)
-    return {name: mean_tensor(name, [model[name] for model in models], shares) for name in models[0]}
+    return dict(MeanOf(alike(models), weights))
 
 
-def mean_tensor(name: str, tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """The mean of one parameter, as in `weighted_mean`, by shares that sum to one."""
+class MeanOf(Mapping[str, Tensor]):
+    """The weighted mean of like models, each parameter computed when it is read: for models that are read from files.
+
+    `wide` keeps half precision in float32, to compute with, instead of in the types of the first model.
+    """
+
+    def __init__(self, models: Sequence[Params], weights: Sequence[float] | None = None, wide: bool = False) -> None:
+        self.models = models
+        self.shares = normalised_weights(len(models), weights)
+        self.wide = wide
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.models[0])
+
+    def __len__(self) -> int:
+        return len(self.models[0])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return mean_tensor(name, [model[name] for model in self.models], self.shares, self.wide)
+
+    def meta(self) -> Params:
+        """Names, shapes and types of the mean."""
+        return {
+            name: torch.empty_like(tensor, dtype=self._type(tensor.dtype), device="meta")
+            for name, tensor in meta_of(self.models[0]).items()
+        }
+
+    def _type(self, dtype: torch.dtype) -> torch.dtype:
+        return compute_type(dtype) if self.wide and dtype.is_floating_point else dtype
+
+
+def mean_tensor(name: str, tensors: Sequence[Tensor], shares: Sequence[float], wide: bool = False) -> Tensor:
+    """The mean of one parameter, as in `weighted_mean`, by shares that sum to one; unless `wide`, in the first's type."""
     first = tensors[0]
     # What counts for nothing may be as large as it likes, and would leave the others its rounding.
-    counted = [(tensor, share) for tensor, share in zip(tensors, shares, strict=True) if share > 0]
+    counted = [(tensor.detach(), share) for tensor, share in zip(tensors, shares, strict=True) if share > 0]
+    base, _ = counted[0]
+    if all(tensor is base for tensor, _ in counted) and base.dtype == first.dtype:
+        return base
+    whole = not first.is_floating_point()
+    dtype = torch.float64 if whole else compute_type(*(tensor.dtype for tensor, _ in counted))
+    total = _weighted(counted, dtype)
+    if dtype == torch.float32 and not bool(total.sum().isfinite()):
+        # Differences or sums of large numbers may leave the range where the mean does not.
+        total = _weighted(counted, torch.float64)
+    if (wide and not whole) or total.dtype == first.dtype:
+        return total
+    return restore_type(total, first.dtype, name, "in the mean; put a model of a wider type first").to(first.device)
+
+
+def _weighted(counted: Sequence[tuple[Tensor, float]], dtype: torch.dtype) -> Tensor:
     # From the first on, so that values on which all agree (a folded norm's ones) stay as they are.
-    total = base = to_work(counted[0][0])
+    base = counted[0][0].to(dtype)
+    total = base.clone()
     for tensor, share in counted[1:]:
-        total = total + (to_work(tensor).to(base.device) - base) * share
-    cause = "in the mean; put a model of a wider type first"
-    return restore_type(total, first.dtype, name, cause).to(first.device)
+        total.add_(tensor.to(base.device, dtype) - base, alpha=share)
+    return total
 
 
 def shared_rows(models: Sequence[Params]) -> list[Params]:
@@ -117,12 +164,3 @@ def restore_type(value: Tensor, dtype: torch.dtype, name: str, cause: str, sourc
     if not dtype.is_floating_point:
         return value.round().to(dtype)
     return round_to(value, dtype, name, cause, source, noise=1e-13)
-
-
-def distance2(one: Params, other: Params, names: Iterable[str] | None = None) -> float:
-    """The squared Euclidean distance over the floating-point parameters named, all of `one` by default, in float64."""
-    return math.fsum(
-        float((to_work(one[name]) - to_work(other[name]).to(one[name].device)).square().sum())
-        for name in (one if names is None else names)
-        if one[name].is_floating_point()
-    )

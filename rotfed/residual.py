@@ -16,10 +16,9 @@ from torch import Tensor
 
 from rotfed.axes import parts
 from rotfed.errors import SpecError
-from rotfed.spec import Entry, Residual, SymmetrySpec, check_is_spec, in_layers, shared_values
-from rotfed.transform import round_to, to_work
-
-Params = Mapping[str, Tensor]
+from rotfed.layout import lay_out, shared_values
+from rotfed.spec import Entry, Residual, SymmetrySpec, check_is_spec, in_layers
+from rotfed.tensors import Params, round_to, to_work
 
 GROUP, SIGN = "residual", "residual_sign"
 
@@ -97,7 +96,7 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     check_is_spec(spec)
     if spec.residual is None:
         raise SpecError("fold_norms: expected a spec with the residual stream; load it with residual=True")
-    resolution = spec.resolve(params, folded=False)
+    resolution = lay_out(params, spec, folded=False)
     if not spec.residual.folded:
         return dict(params)
     wide = {spec_name: to_work(params[name]).clone() for spec_name, name in resolution.names.items()}

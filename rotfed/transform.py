@@ -1,13 +1,17 @@
 """Transforms: one element of every group of a spec, and what they do to the parameters of a model."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from rotfed.errors import TransformError
-from rotfed.spec import Action, Block, Group, SymmetrySpec, check_is_spec, no_plain_tensor
+from rotfed.layout import Action, Block, Layout, Unit, lay_out, no_plain_tensor
+from rotfed.spec import Group, SymmetrySpec, check_is_spec
+from rotfed.tensors import Params, compute_type, holds, meta_of, round_to
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,50 +44,41 @@ class Transform:
                 raise TransformError(f"{name}: expected a dense torch.Tensor, found {found or element.dtype}")
             group.kind.validate(element, group.batch, group.size, name)
 
-    def apply(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def apply(self, params: Params) -> dict[str, Tensor]:
         """The parameters of the same function in the other frame.
 
         Parameters: `params`, a mapping from name to tensor such as `model.state_dict()`, of which nothing is mutated.
-        Returns a new dict with the same names, shapes, types and devices; computed in float64. Tensors on which no
-        group acts are the very same objects. Raises SpecError where the spec does not fit `params`, TransformError
-        where a value would leave the range of its type.
+        Returns a new dict with the same names, shapes, types and devices. Computed in the parameters' own type, half
+        precision in float32. Tensors on which nothing acts are the very same objects. Raises SpecError where the spec
+        does not fit `params`, TransformError where a value would leave the range of its type.
         """
-        return self.move(params, strict=True)
+        return dict(self.over(params))
 
-    def move(self, params: Mapping[str, Tensor], strict: bool = False) -> dict[str, Tensor]:
-        """What `apply` returns; unless `strict`, a tensor that its type cannot hold is NaN throughout."""
-        wide: dict[tuple[str, ...], Tensor] = {}
-        acting: dict[tuple[str, ...], dict[str, None]] = {}
-        for block in self.spec.resolve(params).blocks:
-            groups = [action.group.name for action in block.actions if action.group.name in self.elements]
-            if not groups:
-                continue
-            acting.setdefault(block.params, {}).update(dict.fromkeys(groups))
-            if block.params not in wide:
-                wide[block.params] = to_work(block.gather(params)).clone(memory_format=torch.contiguous_format)
-            view = block.view(wide[block.params])
-            view.copy_(act(view, block, self._elements_on(view.device)))
-        moved = dict(params)
-        for names, tensor in wide.items():
-            parts = tensor if len(names) > 1 else [tensor.reshape(params[names[0]].shape)]
-            for name, part in zip(names, parts, strict=True):
-                source = params[name]
-                cause = f"after {', '.join(acting[names])}; apply the transform to parameters in a wider type"
-                try:
-                    rounded = round_to(part, source.dtype, name, cause, source)
-                except TransformError:
-                    if strict:
-                        raise
-                    rounded = torch.full_like(part, torch.nan).to(source.dtype)
-                moved[name] = rounded.to(source.device)
-        return moved
+    def over(self, params: Params) -> "Moved":
+        """The same parameters, each moved when it is read: for models that are read from files."""
+        return Moved(params, self, lay_out(params, self.spec, folded=False))
 
-    def _elements_on(self, device: torch.device) -> dict[str, Tensor]:
-        """The elements, ready to act on float64 tensors on `device`."""
-        return {
-            name: element.to(device=device, dtype=torch.float64 if element.is_floating_point() else element.dtype)
-            for name, element in self.elements.items()
-        }
+    @cached_property
+    def moving(self) -> Mapping[str, frozenset[int | None]]:
+        """The layers in which each group does something; None stands for a group that all layers share."""
+        found: dict[str, frozenset[int | None]] = {}
+        for name, element in self.elements.items():
+            group = self.spec.groups[name]
+            neutral = group.kind.identity(group.batch, group.size, element.dtype).to(element.device)
+            if group.layered:
+                moved = (element != neutral).flatten(1).any(1).nonzero().flatten().tolist()
+                found[name] = frozenset(moved)
+            else:
+                found[name] = frozenset() if torch.equal(element, neutral) else frozenset([None])
+        return found
+
+    def acts(self, block: Block, layer: int | None) -> list[str]:
+        """The names of the groups that do something to a block in a layer."""
+        return [
+            action.group.name
+            for action in block.actions
+            if (layer if action.group.layered else None) in self.moving.get(action.group.name, ())
+        ]
 
     def inverse(self) -> "Transform":
         """The transform that undoes this one."""
@@ -132,64 +127,100 @@ def random_transform(
     spec: SymmetrySpec,
     generator: torch.Generator | None = None,
     dtype: torch.dtype = torch.float64,
-    proper: bool = False,
+    reflections: bool = True,
 ) -> Transform:
     """A random element of every group of `spec`: Haar rotations, uniform permutations, log-normal scales.
 
-    `dtype` is the type that elements are held in; `proper` leaves out reflections and negative scales.
+    `dtype` is the type that elements are held in; without `reflections` there are none, and no negative scales.
     """
     return Transform(
         spec,
         {
-            name: group.kind.random(group.batch, group.size, generator, dtype, proper)
+            name: group.kind.random(group.batch, group.size, generator, dtype, reflections)
             for name, group in spec.groups.items()
         },
     )
 
 
-def act(x: Tensor, block: Block, elements: Mapping[str, Tensor]) -> Tensor:
-    """Apply the elements of all groups in `elements` that act on `block` to `x`, a tensor in the block's shape."""
-    for action in block.actions:
-        if (element := elements.get(action.group.name)) is not None:
-            element = in_layer(element, action, block)
-            x = action.fold(action.group.kind.act(element, action.unfold(x), action.dual), block.shape)
-    return x
+class Moved(Mapping[str, Tensor]):
+    """Parameters in another frame; each is computed when it is read, with those that move together with it."""
+
+    def __init__(self, params: Params, transform: Transform, layout: Layout) -> None:
+        self.params = params
+        self.transform = transform
+        self.layout = layout
+        self._held: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.params)
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def meta(self) -> Params:
+        """Names, shapes and types, which are those of the parameters in their own frame."""
+        return meta_of(self.params)
+
+    def __getitem__(self, name: str) -> Tensor:
+        unit = self.layout.units.get(name)
+        if unit is None or not any(self.transform.acts(block, block.layers[at]) for block, at in unit.blocks):
+            return self.params[name]
+        if name not in self._held:
+            # Of a stack only the experts that are still to be read are kept.
+            self._held = dict(zip(unit.names, self._move(unit), strict=True))
+        return self._held.pop(name)
+
+    def _move(self, unit: Unit) -> list[Tensor]:
+        """A unit's parameters in the new frame, rounded to their types."""
+        sources = [self.params[name] for name in unit.names]
+        stacked = unit.blocks[0][0].stacked
+        wide = torch.stack(sources) if stacked else sources[0]
+        acting = dict.fromkeys(g for block, at in unit.blocks for g in self.transform.acts(block, block.layers[at]))
+        dtype = compute_type(wide.dtype)
+        scales = any(self.transform.spec.groups[name].kind_name == "scale" for name in acting)
+        if scales and not holds(wide.detach()):
+            dtype = torch.float64
+        moved = self._acted(unit, wide.detach(), dtype)
+        if dtype == torch.float32 and not holds(moved):
+            # Products of float32 may leave its range where their result does not, and then it is to be said which did.
+            moved = self._acted(unit, wide.detach(), torch.float64)
+        parts = moved.unbind() if stacked else [moved]
+        cause = f"after {', '.join(acting)}; apply the transform to parameters in a wider type"
+        try:
+            return [
+                part if part.dtype == source.dtype else round_to(part, source.dtype, name, cause, source)
+                for name, source, part in zip(unit.names, sources, parts, strict=True)
+            ]
+        except TransformError as error:
+            error.groups = tuple(acting)
+            raise
+
+    def _acted(self, unit: Unit, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = parameter.to(dtype, memory_format=torch.contiguous_format)
+        whole = len(unit.blocks) == 1 and math.prod(unit.blocks[0][0].shape) == wide.numel()
+        if not whole and wide.data_ptr() == parameter.data_ptr():
+            wide = wide.clone()
+        for block, at in unit.blocks:
+            if acts := self.transform.acts(block, block.layers[at]):
+                view = block.view(wide)
+                elements = {name: self.transform.elements[name] for name in acts}
+                moved = act(view.unsqueeze(0), block.actions, elements, (block.layers[at],)).squeeze(0)
+                if whole:
+                    return moved.reshape(parameter.shape).contiguous()
+                view.copy_(moved)
+        return wide
 
 
-def in_layer(stacked: Tensor, action: Action, block: Block) -> Tensor:
-    """The part of a group's stacked elements that acts on a block."""
-    return stacked[block.layer] if action.group.layered else stacked
+def act(x: Tensor, actions: Iterable[Action], elements: Mapping[str, Tensor], layers: tuple[int | None, ...]) -> Tensor:
+    """Apply the elements of all groups in `elements` to blocks of some layers, `(layers, *shape)`.
 
-
-def to_work(tensor: Tensor) -> Tensor:
-    """A tensor in the type that rotfed computes in, float64, on its own device where that has such a type."""
-    device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
-    return tensor.detach().to(device=device, dtype=torch.float64)
-
-
-def round_to(
-    wide: Tensor, dtype: torch.dtype, name: str, cause: str, source: Tensor | None = None, noise: float = 0.0
-) -> Tensor:
-    """What was computed in float64, in the floating-point type of a parameter.
-
-    Raises TransformError, with `name` and `cause`, where finite values grow beyond the range of `dtype`, and, where the
-    `source` is given that they were computed from, where they shrink below it: where the whole tensor loses a larger
-    share of its norm than rounding took of its source's. Losses up to `noise` times the source's norm are none.
+    A permutation comes before the groups whose elements it indexes. `x` may have size 1 in dimensions on which nothing
+    acts, and further dimensions behind its own.
     """
-    rounded, kind = wide.to(dtype), torch.finfo(dtype)
-    held = to_work(rounded)
-    lost, left = float((held - wide).norm()), float(wide.norm())
-    before = wide if source is None else to_work(source)
-    # Nearly all tensors pass at once; what is not finite loses NaN and does not.
-    if lost <= kind.eps * left or not bool(before.isfinite().all()):
-        return rounded
-    found = "" if bool(held.isfinite().all()) else "larger"
-    if source is not None and not found:
-        norm = float(before.norm())
-        # Rounding takes up to half of eps of a value, and below the smallest normal number a step of fixed size.
-        took = kind.eps * (norm + kind.smallest_normal * wide.numel() ** 0.5)
-        if lost > noise * norm and lost * norm > 4 * took * left:
-            found = "smaller"
-    if found:
-        raise TransformError(f"{name}: expected values that {dtype} can hold, found {found} ones {cause}")
-    return rounded
+    for action in actions:
+        if (stacked := elements.get(action.group.name)) is not None:
+            element = action.in_layers(stacked, layers).to(x.device)
+            if element.is_floating_point():
+                element = element.to(x.dtype)
+            x = action.fold(action.group.kind.act(element, action.unfold(x), action.dual), x.shape)
+    return x

@@ -10,7 +10,7 @@ from rotfed.checks import outputs, relative_change
 from rotfed.examples import examples
 from rotfed.library import bind_spec, load_spec, parse_spec_file
 from rotfed.spec import SymmetrySpec
-from rotfed.transform import to_work
+from rotfed.tensors import to_work
 
 EXAMPLES = examples()
 

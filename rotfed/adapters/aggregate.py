@@ -18,12 +18,11 @@ from rotfed.adapters.factors import (
     residual,
     rotation,
 )
-from rotfed.adapters.spec import AdapterSpec, Module, Params
-from rotfed.descent import check_finite
+from rotfed.adapters.spec import AdapterSpec, Module
 from rotfed.errors import AlignmentError
+from rotfed.layout import no_plain_tensor
 from rotfed.mergers import mean_tensor, normalised_weights, restore_type
-from rotfed.spec import no_plain_tensor
-from rotfed.transform import to_work
+from rotfed.tensors import Params, check_finite, to_work
 
 METHODS = ("mean", "rotation", "optimal", "exact", "exact-mean", "stack")
 # Those that leave something for the base weights.
@@ -81,7 +80,7 @@ def aggregate_adapters(
     rank: int | Literal["sum"] | None = None,
     agree: bool = False,
     over: str = "both",
-    proper: bool = False,
+    reflections: bool = True,
     strength: float = 1.0,
     max_sweeps: int = 20,
 ) -> Aggregated:
@@ -102,7 +101,7 @@ def aggregate_adapters(
         the highest of its ranks, the anchor's among them.
     rank
         Another rank, for `"optimal"` only, up to the adapters' sum; `"sum"`, which is that, is without any error.
-    agree, over, proper, strength, max_sweeps
+    agree, over, reflections, strength, max_sweeps
         Of rotations: whether to turn to the clients' consensus in place of the anchor itself; and as in `rotation`.
 
     All other parameters are averaged as they are (DoRA's magnitudes among them: the mean of magnitudes is what everyone
@@ -111,7 +110,7 @@ def aggregate_adapters(
     """
     if method not in METHODS:
         raise AlignmentError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
-    check_rotation(proper, strength, max_sweeps)
+    check_rotation(reflections, strength, max_sweeps)
     if rank is not None and (method != "optimal" or (rank != "sum" and (type(rank) is not int or rank < 1))):
         raise AlignmentError(f"rank: expected a positive one with 'optimal' only, found {rank!r} with {method!r}")
     models = [] if isinstance(adapters, Mapping) else list(adapters)
@@ -142,7 +141,7 @@ def aggregate_adapters(
         made, plain = stack.mean(), stack.mean()
         if method == "rotation":
             goal = consensus(clients, shares, frame, over, max_sweeps) if agree else frame
-            turns = [rotation(client, goal, over, proper, strength) for client in clients]
+            turns = [rotation(client, goal, over, reflections, strength) for client in clients]
             found = [client.turned(turn, turn.mT) for client, turn in zip(clients, turns, strict=True)]
             made = stack.mean(turns)
         elif method == "mean":
@@ -187,10 +186,10 @@ def aggregate_adapters(
     )
 
 
-def check_rotation(proper: bool, strength: float, max_sweeps: int) -> None:
+def check_rotation(reflections: bool, strength: float, max_sweeps: int) -> None:
     """Raise AlignmentError for options that no rotation has."""
-    if not isinstance(proper, bool):
-        raise AlignmentError(f"proper: expected True or False, found {proper!r}")
+    if not isinstance(reflections, bool):
+        raise AlignmentError(f"reflections: expected True or False, found {reflections!r}")
     if type(max_sweeps) is not int or max_sweeps < 1:
         raise AlignmentError(f"max_sweeps: expected a whole number, at least 1, found {max_sweeps!r}")
     if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 <= strength <= 1:

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from rotfed.adapters.factors import Factors
 from rotfed.adapters.spec import AdapterSpec, computable
-from rotfed.descent import check_finite
 from rotfed.errors import AlignmentError
-from rotfed.spec import no_plain_tensor
+from rotfed.layout import no_plain_tensor
+from rotfed.tensors import check_finite
 
 TRAINED = ("both", "A", "B")
 

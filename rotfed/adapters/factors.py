@@ -200,16 +200,16 @@ def aggregation_error(result: Factors, clients: Sequence[Factors], shares: Seque
 
 
 def rotation(
-    source: Factors, anchor: Factors, over: str = "both", proper: bool = False, strength: float = 1.0
+    source: Factors, anchor: Factors, over: str = "both", reflections: bool = True, strength: float = 1.0
 ) -> Tensor:
     """Solve min_R ||B R - B_anchor||_F^2 + ||R^T A - A_anchor||_F^2 over O(r), or one of the two terms alone.
 
-    Parameters: `source`, of a rank up to the anchor's r; `over`, `"both"` terms, `"A"` or `"B"`; `proper`, whether
-    reflections are left out; `strength` in [0, 1], which pulls R to the identity as FedRot-LoRA does: R becomes the
+    Parameters: `source`, of a rank up to the anchor's r; `over`, `"both"` terms, `"A"` or `"B"`; `reflections`,
+    whether they are allowed; `strength` in [0, 1], which pulls R to the identity as FedRot-LoRA does: R becomes the
     orthogonal matrix nearest to (1 - strength) I + strength R. A reflection is not on that way, so any strength below
     one is proper. Returns R of shape `(..., r, r)` in float64; the identity where the moment says nothing.
 
-    FedRot-LoRA (arXiv 2602.23638) is `proper` over A in one round and over B in the next.
+    FedRot-LoRA (arXiv 2602.23638) is without reflections, over A in one round and over B in the next.
     """
     if over not in OVER:
         raise AlignmentError(f"over: expected one of {', '.join(OVER)}, found {over!r}")
@@ -219,7 +219,7 @@ def rotation(
         moment = moment + source.B.mT @ anchor.B
     if over != "B":
         moment = moment + source.A @ anchor.A.mT
-    turn = orthogonal_procrustes(moment, proper or strength < 1)
+    turn = orthogonal_procrustes(moment, reflections=reflections and strength == 1)
     if strength < 1:
         identity = torch.eye(anchor.rank, dtype=torch.float64, device=turn.device)
         U, _, Vt = torch.linalg.svd((1 - strength) * identity + strength * turn)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from rotfed.adapters.aggregate import Aggregated, aggregate_adapters
-from rotfed.adapters.spec import PLAIN_STARTS, AdapterSpec, Params, load_adapter_spec, plain_name
+from rotfed.adapters.spec import PLAIN_STARTS, AdapterSpec, load_adapter_spec, plain_name
 from rotfed.checkpoints import ADAPTER_CONFIG, check_target, read_tensors, write_checkpoint
 from rotfed.errors import AlignmentError, SpecError
+from rotfed.tensors import Params
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from rotfed.adapters.factors import Factors
 from rotfed.errors import SpecError
-from rotfed.spec import no_plain_tensor
-
-Params = Mapping[str, Tensor]
+from rotfed.layout import no_plain_tensor
+from rotfed.tensors import Params
 
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?:(?P<kind>lora_[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<part>weight|bias)"

@@ -1,24 +1,25 @@
-"""Anchors: which frame several models are brought into before they are merged."""
+"""Frames: which one several models are brought into before they are merged."""
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from rotfed.align import Alignment, align, identity_share
-from rotfed.descent import Anchor, Params
+from rotfed.align import DEFAULTS, Alignment, AlignOptions, align, identity_share
 from rotfed.errors import AlignmentError, ConvergenceWarning, TransformError
-from rotfed.mergers import alike, distance2, normalised_weights, weighted_mean
+from rotfed.layout import check_parameters, lay_out
+from rotfed.matching import Anchor
+from rotfed.mergers import MeanOf, alike, normalised_weights, weighted_mean
 from rotfed.residual import fold_norms
-from rotfed.spec import SymmetrySpec, check_is_spec, check_parameters
+from rotfed.spec import SymmetrySpec, check_is_spec
+from rotfed.tensors import Params, squared_distance
 from rotfed.transform import Transform, identity_transform
 
 ANCHORS = ("global", "medoid", "consensus", "progressive", "tree")
 
-Step = Callable[[Params, Params, float], Alignment]
+AlignPair = Callable[[Params, Params, float], Alignment]
 """Aligns a source to an anchor that it will then be averaged with; the number is the source's share of that average."""
 
 
@@ -35,9 +36,9 @@ def align_all(
     spec: SymmetrySpec,
     anchor: str = "consensus",
     weights: Sequence[float] | None = None,
-    reference: Params | None = None,
-    step: Step | None = None,
-    **options: Any,
+    reference: Params | Anchor | None = None,
+    align_pair: AlignPair | None = None,
+    options: AlignOptions = DEFAULTS,
 ) -> list[Alignment]:
     """Bring several models into one frame.
 
@@ -59,11 +60,9 @@ def align_all(
         other, not the common frame; it is then the one nearest to `reference` (for the medoid and the consensus the
         medoid itself by default), so that what outlives a round, such as a server optimiser's moments, keeps its
         meaning.
-    step
-        What aligns one model, or the mean of some, to another, in `"progressive"` and `"tree"`; `align` with `options`
-        by default. A learned alignment goes in here.
-    options
-        `groups`, `layers`, `proper`, `strength`, `max_sweeps` of `align`.
+    align_pair
+        Aligns one model, or the mean of some, to another, in `"progressive"` and `"tree"`; `align` with `options` by
+        default. A learned alignment goes in here.
 
     Returns one Alignment a model, in order; their distances are those to the anchor chosen. Nothing is mutated.
     Raises RotfedError for models that differ, an unknown anchor, or a `"global"` one without a reference.
@@ -79,41 +78,95 @@ def align_all(
                 "..., anchor=its parameters)"
             )
         prepared = reference if isinstance(reference, Anchor) else Anchor(reference, spec)
-        return [align(model, prepared, spec, **options) for model in models]
-    if anchor == "medoid":
-        aligned = _align_to_medoid(models, spec, shares, options)
-    elif anchor == "consensus":
-        aligned = _align_to_consensus(models, spec, shares, options)
-    else:
-        one_step = step or (lambda source, target, share: align(source, target, spec, **options))
-        aligned = _align_in_turn(models, spec, shares, one_step, anchor == "tree", options)
+        return [align(model, prepared, spec, options) for model in models]
+    aligned = in_one_frame(models, spec, anchor, shares, align_pair, options)
     if reference is None and anchor != "consensus":
         return aligned
     home = models[medoid(models, shares)] if reference is None else reference
-    mean = weighted_mean([alignment.params for alignment in aligned], shares)
-    return _follow(models, aligned, align(mean, home, spec, **options).transform, options)
+    return follow(models, aligned, shares, spec, home, options)
+
+
+def in_one_frame(
+    models: Sequence[Params],
+    spec: SymmetrySpec,
+    anchor: str,
+    shares: Sequence[float],
+    align_pair: AlignPair | None = None,
+    options: AlignOptions = DEFAULTS,
+) -> list[Alignment]:
+    """Bring models into one frame, whichever that is; as `align_all` otherwise."""
+    if anchor == "medoid":
+        return _align_to_medoid(models, spec, shares, options)
+    if anchor == "consensus":
+        return _align_to_consensus(models, spec, shares, options)
+    one_pair = align_pair or (lambda source, target, share: align(source, target, spec, options))
+    return _align_in_turn(models, spec, shares, one_pair, anchor == "tree", options)
 
 
 def medoid(models: Iterable[Params], weights: Sequence[float] | None = None) -> int:
     """The index of the model nearest to the weighted mean of all; the first of equals."""
     models = alike(models)
-    mean = weighted_mean(models, weights)
-    distances2 = [distance2(model, mean) for model in models]
+    distances2 = distances_from_mean2(models, normalised_weights(len(models), weights))
     return distances2.index(min(distances2))
 
 
+def distances_from_mean2(models: Sequence[Params], shares: Sequence[float]) -> list[float]:
+    """Return each model's squared distance from the weighted mean of all, reading every parameter once."""
+    mean = MeanOf(models, shares, wide=True)
+    found: list[list[float]] = [[] for _ in models]
+    for name in mean:
+        tensors = {name: mean[name]}
+        for distances, model in zip(found, models, strict=True):
+            distances.append(squared_distance({name: model[name]}, tensors))
+    return [math.fsum(distances) for distances in found]
+
+
+def spread2(models: Sequence[Params], shares: Sequence[float]) -> float:
+    """Return the weighted mean squared distance of models from their mean."""
+    return math.fsum(s * d for s, d in zip(shares, distances_from_mean2(models, shares), strict=True))
+
+
+def follow(
+    models: Sequence[Params],
+    aligned: Sequence[Alignment],
+    shares: Sequence[float],
+    spec: SymmetrySpec,
+    home: Params | Anchor,
+    options: AlignOptions,
+) -> list[Alignment]:
+    """Return the same alignments, all moved on by the one transform that brings their mean nearest to `home`.
+
+    They stay as they are where the type of some model cannot hold that.
+    """
+    mean = MeanOf([alignment.params for alignment in aligned], shares, wide=True)
+    transform = align(mean, home, spec, options).transform
+    if not any(transform.moving.values()):
+        return list(aligned)
+    moved = []
+    for model, alignment in zip(models, aligned, strict=True):
+        total = transform.compose(alignment.transform)
+        try:
+            params = total.apply(model)
+        except TransformError:
+            # They share a frame as they are, only not the nearest to the reference.
+            return list(aligned)
+        share = identity_share(total, lay_out(model, spec), options)
+        moved.append(replace(alignment, params=params, transform=total, identity_permutations=share))
+    return moved
+
+
 def _align_to_medoid(
-    models: Sequence[Params], spec: SymmetrySpec, shares: Sequence[float], options: Mapping[str, Any]
+    models: Sequence[Params], spec: SymmetrySpec, shares: Sequence[float], options: AlignOptions
 ) -> list[Alignment]:
     centre = Anchor(models[medoid(models, shares)], spec)
-    return [align(model, centre, spec, **options) for model in models]
+    return [align(model, centre, spec, options) for model in models]
 
 
 def _align_to_consensus(
     models: Sequence[Params],
     spec: SymmetrySpec,
     shares: Sequence[float],
-    options: Mapping[str, Any],
+    options: AlignOptions,
     tolerance: float = 1e-3,
     max_renewals: int = 20,
 ) -> list[Alignment]:
@@ -122,15 +175,15 @@ def _align_to_consensus(
     # and start from the medoid's frame. The spread of the two starts decides.
     best = _align_to_medoid(models, spec, shares, options)
     at_medoid = [alignment.params for alignment in best]
-    lowest = _spread(at_medoid, shares)
-    plain = _spread(models, shares)
+    lowest = spread2(at_medoid, shares)
+    plain = spread2(models, shares)
     members: Sequence[Params] = models if plain <= lowest else at_medoid
     spread = min(plain, lowest)
     for _ in range(max_renewals):
-        mean = Anchor(weighted_mean(members, shares), spec)
-        aligned = [align(model, mean, spec, **options) for model in models]
+        mean = Anchor(dict(MeanOf(members, shares, wide=True)), spec)
+        aligned = [align(model, mean, spec, options) for model in models]
         members = [alignment.params for alignment in aligned]
-        previous, spread = spread, _spread(members, shares)
+        previous, spread = spread, spread2(members, shares)
         # With a pull to the identity a renewal may also lose what the one before it had gained.
         if spread < lowest:
             best, lowest = aligned, spread
@@ -149,9 +202,9 @@ def _align_in_turn(
     models: Sequence[Params],
     spec: SymmetrySpec,
     shares: Sequence[float],
-    step: Step,
+    align_pair: AlignPair,
     tree: bool,
-    options: Mapping[str, Any],
+    options: AlignOptions,
 ) -> list[Alignment]:
     """Join models two by two, the second moved to the first, until all are in one frame."""
     transforms = [identity_transform(spec) for _ in models]
@@ -159,10 +212,10 @@ def _align_in_turn(
 
     def join(left: "_Joined", right: "_Joined") -> "_Joined":
         share = right.weight + left.weight and right.weight / (left.weight + right.weight)
-        alignment = step(right.mean, left.mean, share)
+        alignment = align_pair(right.mean, left.mean, share)
         if not isinstance(alignment, Alignment):
             raise AlignmentError(
-                f"step: expected an Alignment, as align returns, found {type(alignment).__name__}; return one"
+                f"align_pair: expected an Alignment, as align returns, found {type(alignment).__name__}; return one"
             )
         for member in right.members:
             transforms[member] = alignment.transform.compose(transforms[member])
@@ -178,7 +231,9 @@ def _align_in_turn(
         pairs = [join(left, right) for left, right in zip(joined[:ends:2], joined[1:ends:2], strict=True)]
         joined = [*pairs, *joined[ends:]]
     return [
-        Alignment(transform.apply(model), transform, *distance, _identity_share(transform, model, options))
+        Alignment(
+            transform.apply(model), transform, *distance, identity_share(transform, lay_out(model, spec), options)
+        )
         for model, transform, distance in zip(models, transforms, distances, strict=True)
     ]
 
@@ -192,47 +247,20 @@ class _Joined:
     weight: float
 
 
-def _follow(
-    models: Sequence[Params], aligned: Iterable[Alignment], transform: Transform, options: Mapping[str, Any]
-) -> list[Alignment]:
-    """The same alignments, all moved on by one more transform, unless the type of some model cannot hold that."""
-    aligned, moved = list(aligned), []
-    for model, alignment in zip(models, aligned, strict=True):
-        total = transform.compose(alignment.transform)
-        try:
-            params = total.apply(model)
-        except TransformError:
-            # They share a frame as they are, only not the nearest to the reference.
-            return aligned
-        share = _identity_share(total, model, options)
-        moved.append(Alignment(params, total, alignment.distance_before, alignment.distance_after, share))
-    return moved
-
-
-def _identity_share(transform: Transform, model: Params, options: Mapping[str, Any]) -> float:
-    resolution = transform.spec.resolve(model)
-    return identity_share(transform, resolution, options.get("groups"), options.get("layers"))
-
-
-def _spread(models: Sequence[Params], shares: Sequence[float]) -> float:
-    """The weighted mean squared distance of models from their mean."""
-    mean = weighted_mean(models, shares)
-    return math.fsum(share * distance2(model, mean) for model, share in zip(models, shares, strict=True))
-
-
 def merge(
     models: Iterable[Params],
     spec: SymmetrySpec,
     weights: Sequence[float] | None = None,
     anchor: str | Params = "consensus",
-    **options: Any,
+    align_pair: AlignPair | None = None,
+    options: AlignOptions = DEFAULTS,
 ) -> dict[str, Tensor]:
     """Make one model of several: bring them into one frame, then take their weighted mean.
 
     Parameters: `models`, mappings from parameter name to tensor; `weights`, their shares, equal by default; `anchor`,
-    any of `align_all` but `"global"`, or the parameters of a model to align all of them to; `options` of `align_all`
-    and `align`. Where the spec has a residual stream to rotate, norms are folded first. Returns a new mapping in the
-    types of the first model. Nothing is mutated.
+    any of `align_all` but `"global"`, or the parameters of a model to align all of them to; `align_pair` and `options`
+    as in `align_all`. Where the spec has a residual stream to rotate, norms are folded first. Returns a new mapping in
+    the types of the first model. Nothing is mutated.
     """
     check_is_spec(spec)
     models = alike(models)
@@ -242,7 +270,7 @@ def merge(
         models = [fold_norms(model, spec) for model in models]
         anchor = anchor if isinstance(anchor, str) else fold_norms(anchor, spec)
     if isinstance(anchor, str):
-        aligned = align_all(models, spec, anchor, weights, **options)
+        aligned = align_all(models, spec, anchor, weights, None, align_pair, options)
     else:
-        aligned = align_all(models, spec, "global", weights, reference=anchor, **options)
+        aligned = align_all(models, spec, "global", weights, reference=anchor, options=options)
     return weighted_mean([alignment.params for alignment in aligned], weights)
