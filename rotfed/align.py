@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rotfed.errors import AlignmentError, ConvergenceWarning, TransformError
-from rotfed.layout import Layout, lay_out
+from rotfed.layout import Layer, Layout, lay_out
 from rotfed.matching import (
     Anchor,
     pair_plain,
@@ -22,7 +22,7 @@ from rotfed.matching import (
     plain_units_stay,
     turning_units_stay,
 )
-from rotfed.moments import Elements, Piece, Term, contract, merged, mixed_axes, per_index, solve
+from rotfed.moments import Elements, Piece, Term, contract, merged, mixed_axes, per_index, renewed, solve
 from rotfed.solvers import Pull
 from rotfed.spec import Group, SymmetrySpec
 from rotfed.tensors import Params, check_finite, compute_type, meta_of, squared_difference
@@ -33,6 +33,12 @@ _SETTLED = 1e-12
 
 # Worth a warning: by more of the anchor's squared norm than this the last sweep still lowered the squared distance.
 _STILL_FALLING = 1e-2
+
+# So many sweeps between two pairings of units: more of them change distances that the next pairing changes again.
+_BETWEEN = 3
+
+# A pairing that lowers the squared distance by a smaller share of it is the last.
+_WORTH_PAIRING = 1e-3
 
 # Below this share of what it was, a squared distance is measured anew: the difference of larger ones has lost digits.
 _MEASURED = 1e-3
@@ -175,8 +181,8 @@ class Pair:
         # What rounding of the products, in their type, looks like: in a moment's null space, and as a gain.
         self.null_space = 1e-11 if double else 1e-6
         self.noise = 1e-13 if double else 1e-11
-        self.settled = _SETTLED if double else 1e-7
-        self._near: dict[Component, tuple[list[Term], set[int | None]]] = {}
+        self.settled = _SETTLED if double else 1e-4
+        self._near: dict[Component, tuple[list[Term], set[Layer]]] = {}
 
     # ----------------------------------------------------------------------------------------------------------
     # The whole model
@@ -184,6 +190,15 @@ class Pair:
     def solved(self, options: AlignOptions | None = None) -> dict[Component, Solved]:
         """Return the elements of all groups, by the sets of groups that share parameters."""
         return {component: self.solve(component, options) for component in self.components}
+
+    def resolved(self, start: Elements) -> dict[Component, Solved]:
+        """Return the elements of all groups with permutations held, and the rest found from those of `start`."""
+        return {c: self._descent(c).descend(self._touched(c), start) for c in self.components}
+
+    @property
+    def distance2(self) -> float:
+        """The squared distance of the source from the anchor."""
+        return math.fsum([self.rest2, *map(_distance2, self._touched(self.groups))])
 
     @cached_property
     def components(self) -> list[Component]:
@@ -287,17 +302,13 @@ class Pair:
     def solve(self, component: Component, options: AlignOptions | None = None) -> Solved:
         """Return the elements of coupled groups that bring the source nearest, by other options where they are given."""
         pieces = self._touched(component)
-        groups = [self.spec.groups[name] for name in component]
-        permutations = [group for group in groups if group.kind_name == "permutation"]
-        # What all layers share comes last: it is known from embeddings and head before anything else is.
-        rest = sorted((g for g in groups if g.kind_name != "permutation"), key=lambda group: not group.layered)
-        solver = Descent(permutations, rest, self, options or self.options)
-        if not all(group.layered for group in groups):
+        solver = self._descent(component, options)
+        if not all(self.spec.groups[name].layered for name in component):
             return solver.solve(pieces)
         layers = {layer for piece in pieces for layer in piece.layers}
         if component not in self._near:
             near = solver.near(pieces)
-            self._near[component] = near, solver.stay(pieces, near) if permutations else layers
+            self._near[component] = near, solver.stay(pieces, near) if solver.permutations else layers
         near, stay = self._near[component]
         if stay == layers:
             return solver.descend(pieces, solver.in_place(), near)
@@ -305,10 +316,17 @@ class Pair:
         found = solver.descend(apart[0], solver.in_place())
         return _joined(found, solver.solve(apart[1]), [layer for layer in layers - stay if layer is not None])
 
+    def _descent(self, component: Component, options: AlignOptions | None = None) -> "Descent":
+        groups = [self.spec.groups[name] for name in component]
+        permutations = [group for group in groups if group.kind_name == "permutation"]
+        # What all layers share comes last: it is known from embeddings and head before anything else is.
+        rest = sorted((g for g in groups if g.kind_name != "permutation"), key=lambda group: not group.layered)
+        return Descent(permutations, rest, self, options or self.options)
+
 
 def _distance2(piece: Piece) -> float:
     """Return the squared distance of a piece's source from its anchor."""
-    return float(contract(piece, [], {}).distance2.sum())
+    return float(contract(piece, []).distance2.sum())
 
 
 def _joined(one: Solved, other: Solved, layers: Sequence[int]) -> Solved:
@@ -344,7 +362,7 @@ class Descent:
 
     def near(self, pieces: Iterable[Piece]) -> list[Term]:
         """Return the moments of units that stay in their places, from which nothing else has to be read."""
-        return merged(contract(piece, self.names, {}) for piece in pieces)
+        return merged(contract(piece, self.names) for piece in pieces)
 
     def element(self, group: Group, terms: Iterable[Term], elements: Elements) -> Tensor:
         """Return the optimal elements of one group with those of the others held."""
@@ -352,25 +370,38 @@ class Descent:
 
     # --- units in their places ---------------------------------------------------------------------------------------
 
-    def stay(self, pieces: Sequence[Piece], near: Sequence[Term]) -> set[int | None]:
+    def stay(self, pieces: Sequence[Piece], near: Sequence[Term]) -> set[Layer]:
         """Return the layers in which all units provably stay in their places."""
         layers = {layer for piece in pieces for layer in piece.layers}
         mixing = [group for group in self.rest if group.kind.mixes]
-        elements: dict[str, Tensor] = {}
-        for group in mixing:
-            elements[group.name] = self.element(group, near, elements)
         for position, group in enumerate(self.permutations):
             later = {other.name for other in self.permutations[position + 1 :]}
             own = [p for p in pieces if p.source_block.once(group.name) and not later & p.source_block.groups]
             if not own:
                 continue
             terms = [t for t in near if t.action(group.name) and not later & {a.group.name for a in t.actions}]
-            moved2 = per_index(group, terms, [term.distances(elements) for term in terms], group.size).clamp_min(0)
-            if turns := [other.name for other in mixing if other.indexed_by(group)]:
-                layers &= turning_units_stay(group, own, turns, moved2, self.pair.anchor, self.element)
-            else:
-                layers &= plain_units_stay(group, own, moved2, self.pair.anchor)
+            turns = [other.name for other in mixing if other.indexed_by(group)]
+            found = self._in_place(group, own, turns, terms, {})
+            if mixing and found != layers:
+                # They may be in their places, only turned.
+                elements = self._turned(mixing, near)
+                found |= self._in_place(group, own, turns, terms, elements)
+            layers &= found
         return layers
+
+    def _turned(self, mixing: Sequence[Group], near: Sequence[Term]) -> dict[str, Tensor]:
+        elements: dict[str, Tensor] = {}
+        for group in mixing:
+            elements[group.name] = self.element(group, near, elements)
+        return elements
+
+    def _in_place(
+        self, group: Group, pieces: Sequence[Piece], turns: Sequence[str], terms: Sequence[Term], elements: Elements
+    ) -> set[Layer]:
+        moved2 = per_index(group, terms, [term.distances(elements) for term in terms], group.size).clamp_min(0)
+        if turns:
+            return turning_units_stay(group, pieces, turns, moved2, self.pair.anchor, self.element)
+        return plain_units_stay(group, pieces, moved2, self.pair.anchor)
 
     def stays(self, pieces: Sequence[Piece]) -> bool:
         """Return whether all units provably stay in their places, whatever else turns: by the groups within layers."""
@@ -384,25 +415,25 @@ class Descent:
 
     def solve(self, pieces: Sequence[Piece]) -> Solved:
         """Return the best elements found from units in their places and, unless they stay there, units paired up."""
-        in_place = self.in_place()
-        best = self.descend(pieces, in_place)
+        in_place, sweeps = self.in_place(), self.options.max_sweeps
         if self.stays(pieces):
-            return self._said(best)
+            return self._said(self.descend(pieces, in_place))
+        best = self.descend(pieces, in_place, max_sweeps=1)
         paired = self._pair_up(pieces)
         if any(not torch.equal(paired[name], in_place[name].to(paired[name].device)) for name in paired):
             # The pairing is solved before the rest is known, so the distance at the end decides whether it holds.
-            best = min(best, self.descend(pieces, paired), key=lambda found: found.after)
-        sweeps = self.options.max_sweeps
+            best = min(best, self.descend(pieces, paired, max_sweeps=1), key=lambda found: found.after)
         for _ in range(sweeps if len(self.permutations) > 1 else 0):
-            # With everything else known each permutation sees all of its parameters.
+            # With everything else known each permutation sees all of its parameters; what is known grows with sweeps.
             again = self._pair_again(pieces, best.elements)
             if all(torch.equal(again[group.name], best.elements[group.name]) for group in self.permutations):
                 break
-            found = self.descend(pieces, again)
-            if found.after >= best.after * (1 - self.pair.settled):
+            found = self.descend(pieces, again, max_sweeps=min(sweeps, _BETWEEN))
+            if found.after >= best.after * (1 - _WORTH_PAIRING):
+                best = min(best, found, key=lambda one: one.after)
                 break
             best = found
-        return self._said(best)
+        return self._said(self.descend(pieces, best.elements) if sweeps > 1 else best)
 
     def _said(self, best: Solved) -> Solved:
         if best.fell > _STILL_FALLING and self.options.max_sweeps > 1:
@@ -426,7 +457,7 @@ class Descent:
                 closed = [*unsettled, *(g.name for g in self.rest[:number])]
                 free = [p for p in pieces if p.touched_by([other.name]) and not p.touched_by(closed)]
                 held = {name: element for name, element in known.items() if name != other.name}
-                known[other.name] = self.element(other, [contract(p, [other.name], held) for p in free], {})
+                known[other.name] = self.element(other, [contract(p.under(held), [other.name]) for p in free], {})
             own = [p for p in pieces if p.touched_by([group.name]) and not p.touched_by(unsettled[1:])]
             known[group.name] = self._pair_one(group, known, own)
         return known
@@ -445,12 +476,12 @@ class Descent:
         turns = [other.name for other in inner if other.name not in scales]
         left = {*(other.name for other in inner), group.name}
         outer = {name: element for name, element in known.items() if name not in left}
-        pieces = [piece for piece in pieces if piece.source_block.once(group.name)]
+        pieces = [piece.under(outer) for piece in pieces if piece.source_block.once(group.name)]
         if not pieces:
             return self.pair.identity(group.name)
         if turns:
-            return pair_turning(group, pieces, turns, scales, outer, self.element, self.pull)
-        return pair_plain(group, pieces, scales, outer, self.pull)
+            return pair_turning(group, pieces, turns, scales, self.element, self.pull)
+        return pair_plain(group, pieces, scales, self.pull)
 
     # --- groups that turn and scale ----------------------------------------------------------------------------------
 
@@ -459,22 +490,24 @@ class Descent:
         pieces: Sequence[Piece],
         start: Elements,
         near: Sequence[Term] | None = None,
+        max_sweeps: int | None = None,
     ) -> Solved:
         """Solve the groups that turn and scale in turn, permutations held, until the squared distance settles.
 
         Parameters: `near`, the moments of `pieces`, where they are known and no unit has changed places.
         """
+        sweeps = max_sweeps or self.options.max_sweeps
         held = {group.name: start[group.name] for group in self.permutations}
         names = [group.name for group in self.rest]
         if any(len(mixed_axes(piece, names)) > 1 for piece in pieces):
-            return self._descend_by_turns(pieces, held, start)
+            return self._descend_by_turns(pieces, held, start, sweeps)
         moved = {name: e for name, e in held.items() if not torch.equal(e, self.pair.identity(name).to(e.device))}
         terms = near
         if terms is None:
-            terms = merged(contract(piece, self.names, moved) for piece in pieces)
+            terms = merged(contract(piece.under(moved), self.names) for piece in pieces)
         elements = {name: start[name] for name in names}
-        best, fell = self._sweeps(self.rest, terms, elements, self.options.max_sweeps)
-        before = terms if not moved else merged(contract(piece, self.names, {}) for piece in pieces)
+        best, fell = self._sweeps(self.rest, terms, elements, sweeps)
+        before = terms if not moved else merged(contract(piece, self.names) for piece in pieces)
         distances = tuple(
             (frozenset(a.group.name for a in old.actions), float(old.distance2.sum()), float(new.distances(best).sum()))
             for old, new in zip(before, terms, strict=True)
@@ -502,36 +535,45 @@ class Descent:
             previous = distance2
         return best, fell
 
-    def _descend_by_turns(self, pieces: Sequence[Piece], held: Elements, start: Elements) -> Solved:
+    def _descend_by_turns(
+        self, pieces: Sequence[Piece], held: Elements, start: Elements, max_sweeps: int
+    ) -> Solved:
         """Descend where two groups mix different axes of one block: what all layers share, and what each has inside.
 
-        The moments of one side depend on the elements of the other: they are contracted anew in each sweep, but for
-        blocks on which the other side does not act.
+        The moments of one side depend on the elements of the other: those of blocks on which both act are contracted
+        anew in each sweep.
         """
         inner = [group for group in self.rest if group.layered]
         outer = [group for group in self.rest if not group.layered]
         inside, outside = ([group.name for group in groups] for groups in (inner, outer))
-        fixed = merged(contract(p, outside, held) for p in pieces if p.touched_by(outside) and not p.touched_by(inside))
-        crossed = [p for p in pieces if p.touched_by(outside) and p.touched_by(inside)]
-        alone = merged(contract(p, inside, held) for p in pieces if p.touched_by(inside) and not p.touched_by(outside))
-        still = [contract(p, [], held) for p in pieces if not p.touched_by([*inside, *outside])]
-        elements = {name: start[name] for name in (*inside, *outside)}
+        names = [*inside, *outside]
+        # Where a group acts on two axes its problem is not linear in its element: it is found from the other blocks.
+        twice = [p for p in pieces if any(not p.source_block.once(g) for g in outside if p.touched_by([g]))]
+        once = [p.under(held) for p in pieces if not any(p is other for other in twice)]
+        still = math.fsum(_distance2(p) for p in once if not p.touched_by(names))
+        crossed = [p for p in once if p.touched_by(outside) and p.touched_by(inside)]
+        within = [contract(p, inside) for p in crossed]
+        across = [contract(p, outside) for p in crossed]
+        alone = merged(contract(p, inside) for p in once if p.touched_by(inside) and not p.touched_by(outside))
+        fixed = merged(contract(p, outside) for p in once if p.touched_by(outside) and not p.touched_by(inside))
+        norm2 = _anchor_norm2([*within, *alone, *fixed])
+        elements = {name: start[name] for name in names}
         best, previous, fell = dict(elements), math.inf, 0.0
-        norm2 = 1.0
-        for sweep in range(self.options.max_sweeps):
-            known = {**held, **{name: elements[name] for name in outside}}
-            terms = [*alone, *merged(contract(p, inside, known) for p in crossed)]
+        for _ in range(max_sweeps):
+            known = {name: elements[name] for name in outside}
+            seen = [renewed(term, p.under(known), inside) for term, p in zip(within, crossed, strict=True)]
+            terms = merged([*alone, *seen])
             for group in inner:
                 elements[group.name] = self.element(group, terms, elements)
-            known = {**held, **{name: elements[name] for name in inside}}
-            terms = [*fixed, *merged(contract(p, outside, known) for p in crossed)]
+            known = {name: elements[name] for name in inside}
+            seen = [renewed(term, p.under(known), outside) for term, p in zip(across, crossed, strict=True)]
+            terms = merged([*fixed, *seen])
             for group in outer:
                 elements[group.name] = self.element(group, terms, elements)
-            rest = [*still, *alone]
-            after = [float(term.distances(elements).sum()) for term in (*terms, *rest)]
-            distance2 = math.fsum(after)
-            if not sweep:
-                norm2 = _anchor_norm2(terms)
+            moved = {**held, **elements}
+            squared = [still, *(float(term.distances(elements).sum()) for term in (*terms, *alone))]
+            squared += [term.longer(elements) for term in within]
+            distance2 = math.fsum([*squared, *(_distance2(p.under(moved)) for p in twice)])
             if distance2 < previous:
                 best = dict(elements)
             if distance2 >= previous - self.pair.settled * abs(previous):
@@ -548,7 +590,7 @@ def _anchor_norm2(terms: Iterable[Term]) -> float:
     total = 0.0
     for term in terms:
         if term.inner is not None:
-            total += float(term.distance2.sum() + 2 * term.products({}).sum()) / 2
+            total += float(term.energy.sum()) / 2
     return max(total, 1e-300)
 
 

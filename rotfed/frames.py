@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from rotfed.align import DEFAULTS, Alignment, AlignOptions, align, identity_share
+from rotfed.align import DEFAULTS, Alignment, AlignOptions, Pair, align, identity_share
 from rotfed.errors import AlignmentError, ConvergenceWarning, TransformError
 from rotfed.layout import check_parameters, lay_out
 from rotfed.matching import Anchor
@@ -167,31 +167,44 @@ def _align_to_consensus(
     spec: SymmetrySpec,
     shares: Sequence[float],
     options: AlignOptions,
-    tolerance: float = 1e-3,
+    tolerance: float = 1e-2,
     max_renewals: int = 20,
 ) -> list[Alignment]:
-    """Align every model to the mean, renew the mean, until the spread settles to a relative `tolerance`."""
+    """Align every model to the mean, renew the mean, until the spread settles to a relative `tolerance`.
+
+    Permutations are those of the start. To solve them anew in each renewal changed none, on models of own starts.
+    """
     # Descent from the plain mean finds what is near; models in frames of their own have a mean that tells nothing,
     # and start from the medoid's frame. The spread of the two starts decides.
-    best = _align_to_medoid(models, spec, shares, options)
-    at_medoid = [alignment.params for alignment in best]
-    lowest = spread2(at_medoid, shares)
+    at_medoid = _align_to_medoid(models, spec, shares, options)
+    lowest = spread2([alignment.params for alignment in at_medoid], shares)
     plain = spread2(models, shares)
-    members: Sequence[Params] = models if plain <= lowest else at_medoid
-    spread = min(plain, lowest)
+    if plain <= lowest:
+        mean = Anchor(dict(MeanOf(models, shares, wide=True)), spec, checked=True)
+        starts = [align(model, mean, spec, options) for model in models]
+    else:
+        starts = at_medoid
+    transforms = [start.transform for start in starts]
+    members: Sequence[Params] = [start.params for start in starts]
+    best, previous = at_medoid, min(plain, lowest)
     for _ in range(max_renewals):
-        mean = Anchor(dict(MeanOf(members, shares, wide=True)), spec)
-        aligned = [align(model, mean, spec, options) for model in models]
+        mean = Anchor(dict(MeanOf(members, shares, wide=True)), spec, checked=True)
+        pairs = [Pair(model, mean, options) for model in models]
+        aligned = [
+            pair.aligned(pair.resolved(transform.elements)) for pair, transform in zip(pairs, transforms, strict=True)
+        ]
+        transforms = [alignment.transform for alignment in aligned]
         members = [alignment.params for alignment in aligned]
-        previous, spread = spread, spread2(members, shares)
+        spread = spread2(members, shares)
         # With a pull to the identity a renewal may also lose what the one before it had gained.
         if spread < lowest:
             best, lowest = aligned, spread
         if previous - spread <= tolerance * previous:
             return best
+        previous = spread
     warnings.warn(
-        f"consensus: the spread still fell by {1 - spread / previous:.1%} in the last of {max_renewals} renewals; the "
-        "models are aligned, but not as near to each other as they could be",
+        f"consensus: the spread still fell in the last of {max_renewals} renewals; the models are aligned, but not as "
+        "near to each other as they could be",
         ConvergenceWarning,
         stacklevel=3,
     )

@@ -42,24 +42,31 @@ class Action:
     index: tuple[int, ...]
     axis: int | None
 
-    def _order(self, ndim: int) -> list[int]:
-        first = [0, *(dim + 1 for dim in self.index), *([] if self.axis is None else [self.axis + 1])]
-        return [*first, *(dim for dim in range(ndim) if dim not in first)]
+    @cached_property
+    def _orders(self) -> dict[int, tuple[list[int], list[int]]]:
+        return {}
+
+    def _order(self, ndim: int) -> tuple[list[int], list[int]]:
+        """Return the dimensions in the order of `unfold`, and the order that undoes it."""
+        if ndim not in self._orders:
+            first = [0, *(dim + 1 for dim in self.index), *([] if self.axis is None else [self.axis + 1])]
+            order = [*first, *(dim for dim in range(ndim) if dim not in first)]
+            self._orders[ndim] = order, [order.index(dim) for dim in range(ndim)]
+        return self._orders[ndim]
 
     def unfold(self, x: Tensor) -> Tensor:
         """View `(layers, *shape)` as `(layers, *batch, n, m)`: `m` vectors of length `n` at every index of the group.
 
         Dimensions may have size 1 in place of the block's own, and further ones may follow.
         """
-        order = self._order(x.ndim)
+        order, _ = self._order(x.ndim)
         batch = [x.shape[dim] for dim in order[: 1 + len(self.index)]]
         n = 1 if self.axis is None else x.shape[self.axis + 1]
         return x.permute(order).reshape(*batch, n, x.numel() // max(1, math.prod(batch) * n))
 
     def fold(self, vectors: Tensor, shape: torch.Size) -> Tensor:
         """Bring the result of `unfold` back to a tensor of the given shape."""
-        order = self._order(len(shape))
-        back = [order.index(dim) for dim in range(len(shape))]
+        order, back = self._order(len(shape))
         return vectors.reshape([shape[dim] for dim in order]).permute(back)
 
     def in_layers(self, stacked: Tensor, layers: tuple[Layer, ...]) -> Tensor:
@@ -87,6 +94,11 @@ class Block:
     steps: tuple[Step, ...]
     shape: tuple[int, ...]
     actions: tuple[Action, ...]
+
+    @cached_property
+    def plans(self) -> dict[tuple[str, ...], Any]:
+        """How the block is contracted, by groups; see `rotfed.moments.plan`."""
+        return {}
 
     @cached_property
     def groups(self) -> frozenset[str]:

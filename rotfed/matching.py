@@ -5,22 +5,29 @@ each unit of the source is nearer to its counterpart than half the distance from
 the identity is the optimum (triangle inequality). Lower bounds of these distances do, and are kept with the anchor.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rotfed.errors import SpecError
-from rotfed.layout import Action, Layout, lay_out
-from rotfed.moments import Elements, Piece, contract, per_index, solve
+from rotfed.layout import Layer, Layout, lay_out
+from rotfed.moments import Elements, Piece, Term, contract, merged, per_index
 from rotfed.solvers import Pull, assign
 from rotfed.spec import Group, SymmetrySpec
 from rotfed.tensors import Params, check_finite, meta_of, small
-from rotfed.transform import act
 
 # A first bound goes by so many coordinates of each unit, or by a part of them where the units turn.
 _COORDINATES, _PART = 64, 4
+
+# Assignments of fewer units take less time than threads do.
+_WORTH_A_THREAD = 256
 
 
 class Anchor:
@@ -43,25 +50,32 @@ class Anchor:
         return meta_of(self.params)
 
 
-Solver = Callable[[str, Elements, list[Piece]], Tensor]
-"""Solves one group, by name, with those of others held, from pieces."""
+Found = TypeVar("Found")
+
+Solver = Callable[[Group, Sequence[Term], Elements], Tensor]
+"""Finds the nearest elements of one group from moments, with those of others held."""
 
 
-def units_of(group: Group, pieces: Iterable[Piece], by_source: bool, known: Elements) -> Iterator[tuple[Action, Tensor]]:
-    """Yield how a permutation acts on pieces of one layer, with their units as `(batch, n, m)`, one unit a row."""
-    for piece in pieces:
-        action = piece.source_block.action(group.name)
-        assert action is not None
-        for layers, source, anchor in piece.chunks():
-            x = act(source, piece.actions, known, layers) if by_source else anchor
-            rows = action.unfold(x)
-            # Where layers share the group, each of them gives a unit further coordinates.
-            batch = math.prod(rows.shape[:-2]) if group.layered else math.prod(rows.shape[1:-2])
-            rows = rows if group.layered else rows.movedim(0, -1)
-            yield action, rows.reshape(batch, group.size, -1)
+def units_of(group: Group, piece: Piece) -> tuple[Tensor, Tensor]:
+    """Return source and anchor of a piece in one layer as units `(batch, n, m)`, one unit a row.
+
+    Where layers share the group, each of them gives a unit further coordinates.
+    """
+    action = piece.source_block.action(group.name)
+    assert action is not None
+
+    def rows(x: Tensor) -> Tensor:
+        unfolded = action.unfold(x)
+        if not group.layered:
+            unfolded = unfolded.movedim(0, -1).flatten(-2).unsqueeze(0)
+        return unfolded.flatten(0, -3)
+
+    found = [(rows(source), rows(anchor)) for _, source, anchor in piece.chunks()]
+    source, anchor = (torch.cat(side, dim=-1) if len(found) > 1 else side[0] for side in zip(*found, strict=True))
+    return source, anchor
 
 
-def by_layer(group: Group, pieces: Sequence[Piece]) -> Iterator[tuple[int | None, list[Piece]]]:
+def by_layer(group: Group, pieces: Sequence[Piece]) -> Iterator[tuple[Layer, list[Piece]]]:
     """Yield the layers of a group with the pieces in each, or all pieces at once where the layers share the group."""
     if not group.layered:
         yield None, list(pieces)
@@ -70,46 +84,54 @@ def by_layer(group: Group, pieces: Sequence[Piece]) -> Iterator[tuple[int | None
         yield layer, [here for piece in pieces if (here := piece.within([layer])) is not None]
 
 
-def pair_plain(group: Group, pieces: Sequence[Piece], scales: Sequence[str], known: Elements, pull: Pull) -> Tensor:
+def pair_plain(group: Group, pieces: Sequence[Piece], scales: Sequence[str], pull: Pull) -> Tensor:
     """Assign plain units by linear assignment: min_p sum_i ||source[p[i]] - anchor[i]||^2.
 
     Whatever may scale a unit, by one of the groups `scales`, counts up to that scale.
     """
     order = group.kind.identity(group.batch, group.size)
     flat = order.reshape(group.batch[0] if group.layered else 1, -1, group.size)
-    for layer, here in by_layer(group, pieces):
-        device = order.device
-        gain: Tensor | None = None
-        sides: dict[str, list[tuple[Tensor, Tensor, bool]]] = {}
-        for piece in here:
-            scale = next((a for name in scales if (a := piece.source_block.action(name)) is not None), None)
-            source = torch.cat([rows for _, rows in units_of(group, [piece], True, known)], dim=-1)
-            anchor = torch.cat([rows for _, rows in units_of(group, [piece], False, {})], dim=-1)
-            device = source.device
-            if scale is None:
-                product = anchor @ source.mT
-                gain = product if gain is None else gain.add_(product)
-            else:
-                sides.setdefault(scale.group.name, []).append((source, anchor, scale.dual))
-        for name, found in sides.items():
-            # One side is scaled by c, the other by 1/c: units are compared where both sides have one norm, and in
-            # absolute value. Exact where two models differ by permutation and scale alone.
-            duals = [dual for *_, dual in found]
-            beside = _balanced if _group(pieces, name).kind_name == "scale" else _beside
-            source = beside([source for source, *_ in found], duals)
-            anchor = beside([anchor for _, anchor, _ in found], duals)
-            product = (anchor @ source.mT).abs_()
-            gain = product if gain is None else gain.add_(product)
-        if gain is not None:
-            for index, matrix in enumerate(gain):
-                flat[layer or 0, index] = assign(matrix, pull).to(flat.device)
-        order = order.to(device)
-        flat = order.reshape(flat.shape)
+    # The solver runs on one processor, beside others: as many layers are held at once as there are processors.
+    workers = torch.get_num_threads() if group.size >= _WORTH_A_THREAD else 1
+    with ThreadPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+        for layers in _batched(by_layer(group, pieces), workers):
+            gains = [_gain(group, here, scales) for _, here in layers]
+            found = (pool.map if pool else map)(lambda gain: torch.stack([assign(one, pull) for one in gain]), gains)
+            for (layer, _), element in zip(layers, found, strict=True):
+                flat[layer or 0] = element.to(flat.device)
     return order
 
 
-def _group(pieces: Iterable[Piece], name: str) -> Group:
-    return next(action.group for piece in pieces for action in piece.actions if action.group.name == name)
+def _batched(found: Iterable[Found], count: int) -> Iterator[list[Found]]:
+    """Yield lists of so many; `itertools.batched` is of Python 3.12."""
+    rest = iter(found)
+    while batch := list(itertools.islice(rest, count)):
+        yield batch
+
+
+def _gain(group: Group, pieces: Sequence[Piece], scales: Sequence[str]) -> Tensor:
+    """Return the inner products `(batch, n, n)` of anchor and source units, up to what may scale each unit."""
+    plain: list[tuple[Tensor, Tensor]] = []
+    scaled: dict[Group, list[tuple[Tensor, Tensor, bool]]] = {}
+    for piece in pieces:
+        scale = next((a for name in scales if (a := piece.source_block.action(name)) is not None), None)
+        source, anchor = units_of(group, piece)
+        if scale is None:
+            plain.append((source, anchor))
+        else:
+            scaled.setdefault(scale.group, []).append((source, anchor, scale.dual))
+    gains = []
+    if plain:
+        source, anchor = (torch.cat(side, dim=-1) for side in zip(*plain, strict=True))
+        gains.append(anchor @ source.mT)
+    for factor, sides in scaled.items():
+        # One side is scaled by c, the other by 1/c: units are compared where both sides have one norm, and in
+        # absolute value. Exact where two models differ by permutation and scale alone.
+        duals = [dual for *_, dual in sides]
+        together = _balanced if factor.kind_name == "scale" else _beside
+        source, anchor = (together([side[which] for side in sides], duals) for which in (0, 1))
+        gains.append((anchor @ source.mT).abs_())
+    return gains[0] if len(gains) == 1 else torch.stack(gains).sum(0)
 
 
 def _beside(sides: Sequence[Tensor], duals: Sequence[bool]) -> Tensor:
@@ -131,15 +153,14 @@ def pair_turning(
     pieces: Sequence[Piece],
     turns: Sequence[str],
     scales: Sequence[str],
-    outer: Elements,
-    solver: Callable[[Group, list[object], Elements], Tensor],
+    solver: Solver,
     pull: Pull,
 ) -> Tensor:
     """Assign units by the distance left between two of them after each has been turned, and scaled, to the other.
 
     For orthogonal groups alone the gain is the nuclear norm of the units' cross-covariance.
     """
-    apart = turned_distances(group, pieces, [*turns, *scales], outer, solver, range(group.size))
+    apart = turned_distances(group, pieces, [*turns, *scales], solver, range(group.size))
     order = [assign(-matrix / 2, pull) for matrix in apart.reshape(-1, group.size, group.size)]
     return torch.stack(order).reshape(group.kind.element_shape(group.batch, group.size))
 
@@ -148,92 +169,110 @@ def turned_distances(
     group: Group,
     pieces: Sequence[Piece],
     turns: Sequence[str],
-    outer: Elements,
-    solver: Callable[[Group, list[object], Elements], Tensor],
+    solver: Solver,
     shifts: Iterable[int],
 ) -> Tensor:
     """Return squared distances `(*batch, n, n)` of anchor unit i from source unit j, turned; infinite where not asked.
 
     All units are paired with the one `shift` places on at once, so that the solvers stay batched.
     """
-    groups = {action.group.name: action.group for piece in pieces for action in piece.actions}
+    acting = {action.group.name: action.group for piece in pieces for action in piece.actions}
+    groups = [acting[name] for name in turns if name in acting]
+    names = [group.name, *turns]
     place = torch.arange(group.size)
-    distances: Tensor | None = None
-    for shift in shifts:
-        other = (place + shift) % group.size
-        known = {**outer, group.name: other.expand(*group.batch, group.size)}
-        terms = [contract(piece, [group.name, *turns], known) for piece in pieces]
-        elements: dict[str, Tensor] = {}
-        for name in turns:
-            if name in groups:
-                elements[name] = solver(groups[name], terms, elements)
-        total = per_index(group, terms, [term.distances(elements) for term in terms], group.size)
-        if distances is None:
-            distances = total.new_full((*group.batch, group.size, group.size), math.inf)
+    others = [(place + shift) % group.size for shift in shifts]
+    elements = [other.expand(*group.batch, group.size) for other in others]
+    # Where each layer has units of its own, all shifts are solved at once, as if they were further layers.
+    count = group.batch[0] if group.layered else 1
+    at_once = group.layered and all(piece.is_small for piece in pieces)
+    if at_once:
+        repeated = [merged(contract(piece.repeated(group.name, elements, count), names) for piece in pieces)]
+    else:
+        repeated = [merged(contract(p.under({group.name: e}), names) for p in pieces) for e in elements]
+    totals: list[Tensor] = []
+    for terms in repeated:
+        wide = {one.name: _times(one, len(elements) if at_once else 1) for one in (group, *groups)}
+        found: dict[str, Tensor] = {}
+        for turn in groups:
+            found[turn.name] = solver(wide[turn.name], terms, found)
+        total = per_index(wide[group.name], terms, [term.distances(found) for term in terms], group.size)
+        totals += total.unflatten(0, (len(elements), count)).unbind() if at_once else [total]
+    distances = totals[0].new_full((*group.batch, group.size, group.size), math.inf)
+    for other, total in zip(others, totals, strict=True):
         distances[..., place, other] = total
-    assert distances is not None
     return distances
+
+
+def _times(group: Group, times: int) -> Group:
+    """Return a group with so many times the layers."""
+    return group if times == 1 else replace(group, batch=(times * group.batch[0], *group.batch[1:]))
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Certificates
 
 
-def plain_units_stay(group: Group, pieces: Sequence[Piece], moved2: Tensor, anchor: Anchor) -> set[int | None]:
+def plain_units_stay(group: Group, pieces: Sequence[Piece], moved2: Tensor, anchor: Anchor) -> set[Layer]:
     """Return the layers in which every plain unit provably stays in its place.
 
     `moved2`, `(*batch, n)`, is each unit's squared distance from its counterpart. Layers that share a group are `None`.
     """
-    stay: set[int | None] = set()
+    stay: set[Layer] = set()
     for layer, here in by_layer(group, pieces):
-        radii_needed = moved2[layer] if layer is not None else moved2
-        needed = radii_needed.reshape(-1, group.size)
-        if not bool(needed.any()):
-            stay.add(layer)
+        needed = (moved2 if layer is None else moved2[layer]).reshape(-1, group.size)
+        if bool(needed.any()) and not _proved(group, here, needed, (group.name, layer, _signature(here)), anchor):
             continue
-        key = (group.name, layer, _signature(here))
-        rows: Tensor | None = None
-        bound = anchor.radii.get(key)
-        if bound is None:
-            rows = _anchor_rows(group, here, _COORDINATES)
-            bound = anchor.radii[key] = _nearest2(rows, None) / 4
-        open_ones = ~(needed < bound.to(needed.device))
-        if bool(open_ones.any()):
-            rows = _anchor_rows(group, here, None)
-            for index, missing in enumerate(open_ones):
-                wanted = missing.nonzero().flatten()
-                if len(wanted):
-                    bound[index, wanted] = _nearest2(rows[index : index + 1], wanted)[0] / 4
-        if bool((needed < bound.to(needed.device)).all()):
-            stay.add(layer)
+        stay.add(layer)
     return stay
 
 
+def _proved(group: Group, pieces: Sequence[Piece], needed: Tensor, key: object, anchor: Anchor) -> bool:
+    """Return whether all units lie nearer to their counterparts than half way to any other of the anchor's units."""
+    bound = anchor.radii.get(key)
+    if bound is None:
+        bound = torch.stack([_nearest2(rows)[0] for rows in _anchor_rows(group, pieces, _COORDINATES)]) / 4
+        anchor.radii[key] = bound
+    unproved = ~(needed < bound.to(needed.device))
+    if not bool(unproved.any()):
+        return True
+    whole, part = (_anchor_rows(group, pieces, coordinates) for coordinates in (None, _COORDINATES))
+    for index, (rows, some) in enumerate(zip(whole, part, strict=True)):
+        wanted = unproved[index].nonzero().flatten().to(rows.device)
+        # The nearest other unit is no farther than any: where one is too near for a few units, no more is to be proved.
+        few = wanted[:64]
+        nearest = _nearest2(some, few, which=True)[1]
+        farthest2 = small((rows[few] - rows[nearest]).square().sum(-1)).to(needed.device)
+        if bool((needed[index, few.to(needed.device)] > farthest2 / 4).any()):
+            return False
+        bound[index, wanted] = _nearest2(rows, wanted)[0] / 4
+    return bool((needed < bound.to(needed.device)).all())
+
+
 def _anchor_rows(group: Group, pieces: Sequence[Piece], coordinates: int | None) -> Tensor:
-    """Return the anchor's units `(batch, n, m)`, by all of their coordinates or by some, evenly spread."""
-    found = []
-    for _, rows in units_of(group, pieces, False, {}):
-        step = 1 if coordinates is None else max(1, rows.shape[-1] * len(pieces) // (2 * coordinates))
-        found.append(rows[..., ::step])
-    return torch.cat(found, dim=-1)
+    """Return the anchor's units `(batch, n, m)`, by all of their coordinates or by about as many, evenly spread."""
+    found = [units_of(group, piece)[1] for piece in pieces]
+    step = 1 if coordinates is None else max(1, sum(rows.shape[-1] for rows in found) // coordinates)
+    return torch.cat([rows[..., ::step] for rows in found], dim=-1)
 
 
-def _nearest2(rows: Tensor, wanted: Tensor | None) -> Tensor:
-    """Return a lower bound of each unit's squared distance to the nearest other one, in float64.
+def _nearest2(rows: Tensor, wanted: Tensor | None = None, which: bool = False) -> tuple[Tensor, Tensor]:
+    """Return a lower bound of units' squared distances to the nearest other one, in float64, and `which` that is.
 
-    Parameters: `rows` of shape `(batch, n, m)`; `wanted`, the units asked for, all by default.
+    Parameters: `rows` of shape `(n, m)`; `wanted`, the units asked for, all by default.
     """
-    square = rows.square().sum(-1)
-    chosen = torch.arange(rows.shape[-2], device=rows.device) if wanted is None else wanted
+    norm2 = rows.square().sum(-1)
     # Cancellation leaves an error of some eps times the squares: take it off so that the bound stays one.
-    safety = 32 * torch.finfo(rows.dtype).eps
+    norm2 = norm2 * (1 - 32 * torch.finfo(rows.dtype).eps)
+    wanted = torch.arange(len(rows), device=rows.device) if wanted is None else wanted
     found = []
-    for one, norm2 in zip(rows, square, strict=True):
-        shrunk = norm2 * (1 - safety)
-        apart = torch.addmm(shrunk[None, :], one[chosen], one.mT, alpha=-2)
-        apart[torch.arange(len(chosen), device=rows.device), chosen] = torch.inf
-        found.append(small(apart.amin(-1) + shrunk[chosen]).clamp_min(0))
-    return torch.stack(found)
+    # A few rows at a time stay in the processor's cache.
+    for chosen in wanted.split(256):
+        apart2 = torch.addmm(norm2[None, :], rows[chosen], rows.mT, alpha=-2)
+        apart2[torch.arange(len(chosen), device=rows.device), chosen] = torch.inf
+        nearest = apart2.min(-1) if which else (apart2.amin(-1), chosen)
+        found.append((nearest[0] + norm2[chosen], nearest[1]))
+    apart2, nearest_ones = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return small(apart2).clamp_min(0), nearest_ones
 
 
 def turning_units_stay(
@@ -242,8 +281,8 @@ def turning_units_stay(
     turns: Sequence[str],
     moved2: Tensor,
     anchor: Anchor,
-    solver: Callable[[Group, list[object], Elements], Tensor],
-) -> set[int | None]:
+    solver: Solver,
+) -> set[Layer]:
     """Return the layers in which every unit that may turn provably stays in its place.
 
     Distances are those between orbits: of all that a unit can be turned to. `moved2` as for `plain_units_stay`, after
@@ -251,13 +290,13 @@ def turning_units_stay(
     """
     layers = sorted({layer for piece in pieces for layer in piece.layers if layer is not None}) if group.layered else []
 
-    def staying(bound: Tensor) -> set[int | None]:
+    def staying(bound: Tensor) -> set[Layer]:
         near = (moved2 < bound.to(moved2.device)).flatten(1).all(1) if group.layered else (moved2 < bound.to(moved2.device))
         if not group.layered:
             return {None} if bool(near.all()) else set()
         return {layer for layer in layers if bool(near[layer])}
 
-    wanted: set[int | None] = set(layers) if group.layered else {None}
+    wanted: set[Layer] = set(layers) if group.layered else {None}
     key = (group.name, tuple(turns), _signature(pieces))
     if key not in anchor.radii:
         anchor.radii[key] = _orbits_apart2(group, pieces, turns) / 4
@@ -267,7 +306,7 @@ def turning_units_stay(
         exact = ("exact", group.name, tuple(turns), _signature(here))
         if exact not in anchor.radii:
             themselves = [Piece(p.anchor_block, p.anchor_block, p.positions, p.anchor, p.anchor) for p in here]
-            apart = turned_distances(group, themselves, turns, {}, solver, range(1, group.size))
+            apart = turned_distances(group, themselves, turns, solver, range(1, group.size))
             anchor.radii[exact] = apart.amin(-1).clamp_min(0) / 4
         stay |= staying(anchor.radii[exact]) & left
     return stay
@@ -310,9 +349,9 @@ def _orbits_apart2(group: Group, pieces: Sequence[Piece], turns: Sequence[str]) 
                     cross += found.sum(0, keepdim=True)
         assert cross is not None
         n = cross.shape[-1] // group.size
-        blocks = small(cross).unflatten(-1, (group.size, n)).unflatten(-3, (group.size, n))
-        overlap = blocks.square().sum((-3, -1)).sqrt() * n**0.5
-        norm2 = blocks.diagonal(dim1=-3, dim2=-1).sum(-1).diagonal(dim1=-2, dim2=-1)
+        blocks = cross.unflatten(-1, (group.size, n)).unflatten(-3, (group.size, n))
+        overlap = small(blocks.square().sum((-3, -1))).sqrt() * n**0.5
+        norm2 = small(blocks.diagonal(dim1=-3, dim2=-1).sum(-1)).diagonal(dim1=-2, dim2=-1)
         both = norm2[..., :, None] + norm2[..., None, :]
         # Cancellation leaves an error of some eps times the squares: take it off so that the bound stays one.
         found2 = (both * (1 - 1e-5) - 2 * overlap).sum(2)

@@ -9,8 +9,9 @@ T: the inner products, axis by axis of those that a group mixes, and the squared
 those that it does not. Every sweep, certificate and distance follows from terms, without touching a weight again.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -33,7 +34,8 @@ _TOGETHER = 2**17
 class Piece:
     """One block of source and anchor in some layers, which are read when they are used.
 
-    `source_block` and `anchor_block` differ in the names of parameters alone.
+    `source_block` and `anchor_block` differ in the names of parameters alone. The source is first moved by the elements
+    `known`.
     """
 
     source_block: Block
@@ -41,6 +43,7 @@ class Piece:
     positions: tuple[int, ...]
     source: Params
     anchor: Params
+    known: Elements = field(default_factory=dict)
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -51,6 +54,11 @@ class Piece:
     def layers(self) -> tuple[Layer, ...]:
         """The layers of the block."""
         return tuple(self.source_block.layers[position] for position in self.positions)
+
+    @cached_property
+    def terms(self) -> dict[tuple[str, ...], "Term"]:
+        """What the piece was contracted to, by the groups whose axes were kept."""
+        return {}
 
     @property
     def entries(self) -> int:
@@ -65,16 +73,43 @@ class Piece:
         """Return the piece in some layers alone, None where it has none of them."""
         wanted = set(layers)
         kept = tuple(p for p in self.positions if self.source_block.layers[p] in wanted)
-        return Piece(self.source_block, self.anchor_block, kept, self.source, self.anchor) if kept else None
+        return replace(self, positions=kept) if kept else None
+
+    def under(self, known: Elements) -> "Piece":
+        """Return the piece with its source moved by further elements."""
+        acting = {name: element for name, element in known.items() if name in self.source_block.groups}
+        if not acting:
+            return self
+        moved = replace(self, known={**self.known, **acting})
+        if self.is_small:
+            source, anchor = self._small
+            moved.__dict__["_small"] = act(source, self.actions, acting, self.layers), anchor
+        return moved
+
+    def repeated(self, name: str, elements: Sequence[Tensor], layers: int) -> "Piece":
+        """Return the piece under each of several elements of a group, as so many times the `layers` of that group."""
+        source, anchor = self._small
+        copies = [act(source, self.actions, {name: element}, self.layers) for element in elements]
+        piece = replace(self)
+        piece.__dict__["_small"] = torch.cat(copies), anchor.repeat(len(elements), *(1 for _ in anchor.shape[1:]))
+        piece.__dict__["layers"] = tuple(
+            layer + number * layers for number in range(len(elements)) for layer in self.layers if layer is not None
+        )
+        return piece
 
     def chunks(self) -> Iterator[tuple[tuple[Layer, ...], Tensor, Tensor]]:
         """Yield the layers by one or several: their numbers, source and anchor as `(layers, *shape)`, to compute with."""
-        if self.entries <= _TOGETHER:
+        if self.is_small:
             yield self.layers, *self._small
             return
         step = max(1, _TOGETHER // self.source_block.size)
         for start in range(0, len(self.positions), step):
             yield self.layers[start : start + step], *self._read(self.positions[start : start + step])
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all layers are read together, once."""
+        return self.entries <= _TOGETHER
 
     @cached_property
     def _small(self) -> tuple[Tensor, Tensor]:
@@ -84,7 +119,8 @@ class Piece:
         source = self.source_block.read(self.source, positions).detach()
         anchor = self.anchor_block.read(self.anchor, positions).detach()
         dtype = compute_type(source.dtype, anchor.dtype)
-        return source.to(dtype), anchor.to(source.device, dtype)
+        layers = tuple(self.source_block.layers[position] for position in positions)
+        return act(source.to(dtype), self.actions, self.known, layers), anchor.to(source.device, dtype)
 
 
 @dataclass(frozen=True)
@@ -92,147 +128,195 @@ class Term:
     """What is left of a block after contraction, in float64.
 
     `inner`, `(layers, *kept, k)`, keeps the dimensions of the block on which groups act; all others have size 1. Along
-    `mixed`, the one dimension whose coordinates a group adds up, it has the source's coordinates, along the last
+    `how.mixed`, the one dimension whose coordinates a group adds up, it has the source's coordinates, along the last
     dimension the anchor's. `distance2` and `norm2`, `(layers, *kept, 1)`, are the squared distances and the source's
-    squared norms, of size 1 along `mixed` too. Where no group but permutations acts, there is no `inner`.
+    squared norms, of size 1 along the mixed one too. Where no group but permutations acts, there is no `inner`.
     """
 
-    actions: tuple[Action, ...]
+    how: "Plan"
     layers: tuple[Layer, ...]
-    mixed: int | None
     inner: Tensor | None
     distance2: Tensor
     norm2: Tensor | None
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """How groups act on the dimensions that are kept."""
+        return self.how.actions
 
     def action(self, name: str) -> Action | None:
         """Return how the group of a name acts, None where it does not."""
         return next((action for action in self.actions if action.group.name == name), None)
 
+    @cached_property
+    def rows(self) -> Tensor:
+        """The numbers of the layers, as a tensor."""
+        return torch.tensor(self.layers, device=self.distance2.device)
+
+    @cached_property
+    def still(self) -> Tensor:
+        """The inner products of the source, where it is, with the anchor."""
+        assert self.inner is not None
+        return self._products(self.inner)
+
+    @cached_property
+    def energy(self) -> Tensor:
+        """The squared norms of source and anchor together."""
+        return self.distance2 + 2 * self.still
+
     def products(self, elements: Elements) -> Tensor:
         """Return the inner products of the moved source with the anchor, `(layers, *kept, 1)`."""
         assert self.inner is not None
-        moved = act(self.inner, self.actions, elements, self.layers)
-        if self.mixed is None:
+        return self._products(act(self.inner, self.actions, elements, self.layers))
+
+    def _products(self, moved: Tensor) -> Tensor:
+        if self.how.mixed is None:
             return moved
-        return moved.diagonal(dim1=self.mixed + 1, dim2=-1).sum(-1)[..., None].unsqueeze(self.mixed + 1)
+        dim = self.how.mixed + 1
+        return moved.diagonal(dim1=dim, dim2=-1).sum(-1)[..., None].unsqueeze(dim)
 
     def norms(self, elements: Elements) -> Tensor | None:
         """Return the squared norms of the moved source, None where no group changes them."""
         if self.norm2 is None:
             return None
         # A factor acts on a squared norm twice.
-        scales = [action for action in self.actions if action.group.kind.multiplies]
+        scales = self.how.scales
         return act(act(self.norm2, scales, elements, self.layers), scales, elements, self.layers)
 
     def distances(self, elements: Elements) -> Tensor:
         """Return the squared distances of the moved source from the anchor, `(layers, *kept, 1)`."""
         if self.inner is None:
             return self.distance2
-        nearer = self.products(elements) - self.products({})
+        nearer = self.products(elements) - self.still
         norms = self.norms(elements)
         longer = 0.0 if norms is None or self.norm2 is None else norms - self.norm2
         return self.distance2 + longer - 2 * nearer
 
+    def longer(self, elements: Elements) -> float:
+        """Return by how much the moved source's squared norm is larger."""
+        norms = self.norms(elements)
+        return 0.0 if norms is None or self.norm2 is None else float((norms - self.norm2).sum())
 
-def contract(piece: Piece, groups: Sequence[str], known: Elements) -> Term:
-    """Contract a piece over the axes on which none of `groups` acts, its source first moved by the elements `known`.
 
-    At most one axis may be mixed by a group. Layers are added up where no group has an element for each.
+@dataclass(frozen=True)
+class Plan:
+    """How a block is contracted over the axes on which none of some groups acts.
+
+    `actions` are those of the groups, `mixed` the one axis whose coordinates they add up, `gone` the dimensions of
+    `(layers, *shape)` that are contracted, `kept` those that stay entry by entry. Layers are added up unless `layered`.
     """
-    # On a second axis that it acts on, a group's problem is not linear in its element: that part is left out.
-    first = {action.group.name: action for action in reversed(piece.actions) if action.group.name in groups}
-    actions = tuple(action for action in piece.actions if first.get(action.group.name) is action)
-    dims = len(piece.source_block.shape)
-    mixed = mixed_axis(piece, groups)
-    kept = {dim for action in actions for dim in action.index}
-    kept |= {a.axis for a in actions if a.axis is not None and not a.group.kind.mixes}
-    layered = any(action.group.layered for action in actions)
-    multiplies = any(action.group.kind.multiplies for action in actions)
-    moves = multiplies or mixed is not None
-    gone = [dim + 1 for dim in range(dims) if dim not in kept]
-    inner, distance2, norm2 = [], [], []
-    for layers, source, anchor in piece.chunks():
-        if known:
-            source = act(source, piece.actions, known, layers)
-        distance2.append(_total((source - anchor).square_(), gone))
-        if multiplies:
-            norm2.append(_total(source.square(), gone))
-        if moves:
-            inner.append(_inner(source, anchor, kept, mixed, layered))
-    layers = piece.layers if layered else (None,)
 
-    def joined(found: list[Tensor]) -> Tensor | None:
+    actions: tuple[Action, ...]
+    mixed: int | None
+    kept: tuple[int, ...]
+    gone: tuple[int, ...]
+    layered: bool
+    scales: tuple[Action, ...]
+
+    @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """What two blocks must share for their terms to be added up."""
+        return tuple((a.group.name, a.dual, a.index, a.axis) for a in self.actions), self.mixed
+
+    @property
+    def moves(self) -> bool:
+        """Whether a group does more than to change the places of units."""
+        return bool(self.scales) or self.mixed is not None
+
+    def total(self, x: Tensor) -> Tensor:
+        """Add up `(layers, *shape)` over the dimensions that are contracted."""
+        return (x.sum(self.gone, keepdim=True) if self.gone else x)[..., None]
+
+    def products(self, source: Tensor, anchor: Tensor) -> Tensor:
+        """Contract source and anchor to `(layers or 1, *kept, k)`, with `k` of the anchor's coordinates."""
+        if self.mixed is None:
+            return self.total(source * anchor)
+        dim = self.mixed + 1
+        batch = ((0,) if self.layered else ()) + self.kept
+        rest = [d for d in range(source.ndim) if d not in batch and d != dim]
+        order = (*batch, dim, *rest)
+        count, n = math.prod(source.shape[d] for d in batch), source.shape[dim]
+        flat = source.permute(order).reshape(count, n, -1)
+        product = flat @ anchor.permute(order).reshape(flat.shape).mT
+        # The dimensions kept come in order, with the mixed one where it belongs.
+        place = sorted(range(len(batch) + 1), key=(*batch, dim).__getitem__)
+        product = product.reshape(*(source.shape[d] for d in batch), n, n).permute(*place, len(place))
+        sizes = [source.shape[d] if d in self.kept or d == dim else 1 for d in range(1, source.ndim)]
+        return product.reshape(source.shape[0] if self.layered else 1, *sizes, n)
+
+    def joined(self, found: Sequence[Tensor]) -> Tensor:
+        """Join what was contracted of some layers each, in float64."""
         wide = [small(one) for one in found]
-        if not wide:
-            return None
-        return torch.cat(wide) if layered else sum(one.sum(0, keepdim=True) for one in wide)  # type: ignore[return-value]
+        return torch.cat(wide) if self.layered else torch.stack([one.sum(0, keepdim=True) for one in wide]).sum(0)
 
-    squared = joined(distance2)
-    assert squared is not None
-    return Term(actions, layers, mixed, joined(inner), squared, joined(norm2))
+
+def plan(piece: Piece, groups: Sequence[str]) -> Plan:
+    """Return how to contract a piece; made once for a block and groups. At most one axis may be mixed by a group."""
+    block = piece.source_block
+    key = tuple(groups)
+    if key not in block.plans:
+        actions = tuple(action for action in block.actions if action.group.name in groups)
+        kept = {dim + 1 for action in actions for dim in action.index}
+        kept |= {a.axis + 1 for a in actions if a.axis is not None and not a.group.kind.mixes}
+        mixed = mixed_axes(piece, groups)
+        assert len(mixed) < 2, (block.names[0], groups)
+        gone = tuple(dim for dim in range(1, len(block.shape) + 1) if dim not in kept)
+        layered = any(action.group.layered for action in actions)
+        scales = tuple(action for action in actions if action.group.kind.multiplies)
+        block.plans[key] = Plan(actions, mixed[0] if mixed else None, tuple(sorted(kept)), gone, layered, scales)
+    found: Plan = block.plans[key]
+    return found
+
+
+def contract(piece: Piece, groups: Sequence[str]) -> Term:
+    """Contract a piece over the axes on which none of `groups` acts; done once for a piece and groups."""
+    how, key = plan(piece, groups), tuple(groups)
+    if (known := piece.terms.get(key)) is not None:
+        return known
+    inner, distance2, norm2 = [], [], []
+    for _, source, anchor in piece.chunks():
+        distance2.append(how.total((source - anchor).square_()))
+        if how.scales:
+            norm2.append(how.total(source.square()))
+        if how.moves:
+            inner.append(how.products(source, anchor))
+    term = piece.terms[key] = Term(
+        how,
+        piece.layers if how.layered else (None,),
+        how.joined(inner) if inner else None,
+        how.joined(distance2),
+        how.joined(norm2) if norm2 else None,
+    )
+    return term
+
+
+def renewed(term: Term, piece: Piece, groups: Sequence[str]) -> Term:
+    """Contract a piece anew after its source was turned by other groups, which keep all norms in `term`."""
+    how = plan(piece, groups)
+    found = [how.products(source, anchor) for _, source, anchor in piece.chunks()]
+    turned = replace(term, inner=how.joined(found))
+    return replace(turned, distance2=term.energy - 2 * turned.still)
 
 
 def merged(terms: Iterable[Term]) -> list[Term]:
     """Add up terms on which the same groups act alike, which are one to every group."""
     found: dict[object, Term] = {}
     for term in terms:
-        actions = tuple((a.group.name, a.dual, a.index, a.axis) for a in term.actions)
         shape = None if term.inner is None else term.inner.shape
-        key = actions, term.layers, term.mixed, shape, term.distance2.shape
+        key = term.how.signature, term.layers, shape, term.distance2.shape
         if (other := found.get(key)) is not None:
             inner = None if term.inner is None or other.inner is None else term.inner + other.inner
             norm2 = None if term.norm2 is None or other.norm2 is None else term.norm2 + other.norm2
-            term = Term(term.actions, term.layers, term.mixed, inner, term.distance2 + other.distance2, norm2)
+            term = replace(term, inner=inner, distance2=term.distance2 + other.distance2, norm2=norm2)
         found[key] = term
     return list(found.values())
 
 
-def mixed_axis(piece: Piece, groups: Iterable[str]) -> int | None:
-    """Return the axis of a block whose coordinates some groups mix. Raises ValueError where there are several."""
-    axes = mixed_axes(piece, groups)
-    if len(axes) > 1:
-        raise ValueError(f"{piece.source_block.names[0][0]}: expected one axis that is turned, found {len(axes)}")
-    return axes[0] if axes else None
-
-
 def mixed_axes(piece: Piece, groups: Iterable[str]) -> list[int]:
-    """Return the axes of a block whose coordinates some groups mix; of a group that acts on two, the first."""
-    found = {
-        action.group.name: action.axis
-        for action in reversed(piece.actions)
-        if action.group.kind.mixes and action.group.name in groups and action.axis is not None
-    }
-    return sorted(set(found.values()))
-
-
-def _total(x: Tensor, gone: list[int]) -> Tensor:
-    return (x.sum(gone, keepdim=True) if gone else x)[..., None]
-
-
-def _inner(source: Tensor, anchor: Tensor, kept: set[int], mixed: int | None, layered: bool) -> Tensor:
-    """Contract source and anchor `(layers, *shape)` to `(layers or 1, *kept, k)`, with `k` of the anchor's coordinates."""
-    dims = source.ndim - 1
-    if mixed is None:
-        return _total(source * anchor, [dim + 1 for dim in range(dims) if dim not in kept])
-    sizes = [source.shape[dim + 1] if dim in kept or dim == mixed else 1 for dim in range(dims)]
-    batch = [0] if layered else []
-    batch += [dim + 1 for dim in range(dims) if dim in kept]
-    rest = [dim for dim in range(dims + 1) if dim not in batch and dim != mixed + 1]
-    n = source.shape[mixed + 1]
-
-    def matrices(x: Tensor) -> Tensor:
-        return x.permute(*batch, mixed + 1, *rest).reshape(-1, n, x.numel() // max(1, n * lead))
-
-    lead = 1
-    for dim in batch:
-        lead *= source.shape[dim]
-    product = matrices(source) @ matrices(anchor).mT
-    product = product.reshape(*(source.shape[dim] for dim in batch), n, n)
-    # The dimensions kept come in order, with the mixed one where it belongs.
-    order = [*batch, mixed + 1]
-    place = [order.index(dim) for dim in sorted(order)]
-    product = product.permute(*place, len(order))
-    return product.reshape(source.shape[0] if layered else 1, *sizes, n)
+    """Return the axes of a block whose coordinates some groups mix."""
+    return sorted(
+        {a.axis for a in piece.actions if a.axis is not None and a.group.kind.mixes and a.group.name in groups}
+    )
 
 
 def solve(group: Group, terms: Iterable[Term], elements: Elements, pull: Pull, reflections: bool, noise: float) -> Tensor:
@@ -246,8 +330,7 @@ def solve(group: Group, terms: Iterable[Term], elements: Elements, pull: Pull, r
     for term in terms:
         if (action := term.action(group.name)) is None or term.inner is None:
             continue
-        products = term.products({})
-        _add(energy, action, term, action.unfold(term.distance2 + 2 * products).sum((-2, -1)))
+        _add(energy, action, term, action.unfold(term.energy).sum((-2, -1)))
         if cross is not None:
             # A group that mixes another axis than this one, or none, has been held: what it did is in the products.
             moved = action.unfold(act(term.inner, term.actions, others, term.layers))
@@ -262,10 +345,12 @@ def solve(group: Group, terms: Iterable[Term], elements: Elements, pull: Pull, r
 
 def _add(total: Tensor, action: Action, term: Term, found: Tensor) -> None:
     """Add what a term gives, `(layers, *batch, ...)`, where its layers stand in what is stacked over the group."""
-    if action.group.layered:
-        total.index_add_(0, torch.tensor(term.layers, device=total.device), found)
-    else:
+    if not action.group.layered:
         total += found.sum(0)
+    elif len(found) == len(total):
+        total += found
+    else:
+        total.index_add_(0, term.rows, found)
 
 
 def per_index(group: Group, terms: Iterable[Term], values: Iterable[Tensor], units: int) -> Tensor:

@@ -24,6 +24,11 @@ class Pull:
     null_space: float = 1e-11
 
     @property
+    def single(self) -> bool:
+        """Whether the moment is of float32 products, so that its decomposition in float32 loses nothing."""
+        return self.null_space > 1e-9
+
+    @property
     def to_identity(self) -> float:
         """The weight of the proximal term; 1e15 already leaves nothing else in float64."""
         return (1.0 - self.strength) / max(self.strength, 1e-15)
@@ -48,11 +53,13 @@ def orthogonal_procrustes(cross: Tensor, pull: Pull = NO_PULL, reflections: bool
     # A zero moment carries no information at all: any positive pull then gives the identity.
     weight = torch.where(size > 0, (pull.to_identity + pull.null_space) * size, 1.0)
     identity = torch.eye(cross.shape[-1], dtype=torch.float64, device=cross.device)
-    u, _, vt = torch.linalg.svd(cross + weight * identity)
+    u, _, vt = torch.linalg.svd((cross + weight * identity).to(torch.float32 if pull.single else torch.float64))
+    u, vt = u.double(), vt.double()
     if not reflections:
         u = torch.cat([u[..., :-1], u[..., -1:] * torch.linalg.det(u @ vt).sign()[..., None, None]], dim=-1)
     rotation: Tensor = u @ vt
-    return rotation
+    # One step of Newton and Schulz makes what a decomposition in float32 gives orthogonal to float64.
+    return rotation @ (1.5 * identity - 0.5 * rotation.mT @ rotation) if pull.single else rotation
 
 
 def plane_procrustes(cross: Tensor, pull: Pull = NO_PULL) -> Tensor:
