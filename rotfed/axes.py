@@ -31,6 +31,11 @@ class Atom:
     name: str
     actions: tuple[tuple[str, bool], ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in it: its own, then those of the groups after `*` and `/`."""
+        return (self.name, *(group for group, _ in self.actions))
+
 
 @dataclass(frozen=True)
 class Concat:
@@ -68,6 +73,15 @@ def size_of(axis: Axis, atom_size: Callable[[Atom], int]) -> int:
         for factor in axis
     )
     return math.prod(sizes)
+
+
+def atoms_of(axes: tuple[Axis, ...]) -> Iterator[Atom]:
+    """Every atom, in the order of the axis string."""
+    for factor in itertools.chain.from_iterable(axes):
+        if isinstance(factor, Atom):
+            yield factor
+        else:
+            yield from atoms_of(factor.alternatives)
 
 
 def parts(axes: tuple[Axis, ...]) -> Iterator[tuple[Atom, ...]]:

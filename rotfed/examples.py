@@ -9,6 +9,7 @@ from torch import nn
 
 from rotfed.checks import randomize, with_plain_experts
 from rotfed.library import spec_files
+from rotfed.specfile import ExampleTable, SpecFile
 
 
 @dataclass(frozen=True)
@@ -42,23 +43,15 @@ class Example:
 
 def examples() -> dict[str, Example]:
     """Every example by name: what the spec files list, and a plain one for each `model_type` that they list none of."""
-    return {example.name: example for family in spec_files() for example in _examples_of(family)}
+    return {example.name: example for family, file in spec_files().items() for example in _examples_of(family, file)}
 
 
-def _examples_of(family: str) -> Iterator[Example]:
-    data = spec_files()[family]
-    tiny = data.get("tiny", {})
-    listed = data.get("examples", [])
-    for model_type in data["model_type"]:
-        own = [example for example in listed if example["model_type"] == model_type]
-        for example in own or [{"model_type": model_type}]:
-            yield Example(
-                example.get("name", model_type),
-                family,
-                model_type,
-                _merged(tiny, example.get("config", {})),
-                tuple(example.get("classes", ["AutoModel"])),
-            )
+def _examples_of(family: str, file: SpecFile) -> Iterator[Example]:
+    for model_type in file.model_type:
+        own = [table for table in file.examples if table.model_type == model_type]
+        for table in own or [ExampleTable(model_type)]:
+            values = _merged(file.tiny, table.config)
+            yield Example(table.name or model_type, family, model_type, values, table.classes)
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

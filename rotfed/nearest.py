@@ -3,14 +3,14 @@
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from rotfed.axes import atoms_of
 from rotfed.library import spec_files
+from rotfed.specfile import ParamTable, SpecFile
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
-_WORD = re.compile(r"\w+")
 _PLACEHOLDER = re.compile(r"\{\w+\}")
 
 
@@ -39,38 +39,41 @@ def nearest_spec(params: Mapping[str, Tensor]) -> Nearest | None:
     for name, tensor in params.items():
         shapes.setdefault(_NUMBER.sub("*", name), tuple(tensor.shape))
     best: tuple[tuple[int, float], Nearest] | None = None
-    for family, data in spec_files().items():
-        optional = {_PLACEHOLDER.sub("*", name) for name, table in data["params"].items() if "optional" in table}
-        turned = {name for name, group in data["groups"].items() if group["kind"] in ("orthogonal", "rope_planes")}
-        for patterns in _namings(data["params"], data.get("aliases", {})):
+    for family, file in spec_files().items():
+        for patterns in _namings(file):
             found = {name: hit for name in shapes if (hit := _suffix_in(name, patterns))}
-            heads = any(turned & set(_WORD.findall(patterns[hit])) for hit in found.values())
+            heads = any(_rotates(patterns[hit], file) for hit in found.values())
             if 2 * len(found) < len(shapes) or not heads:
                 continue
             # A file for many variants has names that no one model has, which must not count against it.
             fit = (len(found), len(found) / len(patterns))
             if best is None or fit > best[0]:
+                required = {name for name, table in patterns.items() if not table.optional}
                 nearest = Nearest(
                     family,
-                    tuple(data["model_type"]),
+                    file.model_type,
                     {hit: shapes[name] for name, hit in found.items()},
                     {name: shape for name, shape in shapes.items() if name not in found},
-                    tuple(sorted(set(patterns) - set(found.values()) - optional)),
+                    tuple(sorted(required - set(found.values()))),
                 )
                 best = fit, nearest
     return best[1] if best else None
 
 
-def _namings(
-    params: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, Mapping[str, str]]
-) -> Iterable[dict[str, str]]:
-    """The patterns of a spec file's parameters in each of its namings, with their axis strings."""
-    for table in ({}, *aliases.values()):
+def _namings(file: SpecFile) -> Iterable[dict[str, ParamTable]]:
+    """Yield the parameters of a spec file, by the patterns of their names, in each of its namings."""
+    for renames in ({}, *file.aliases.values()):
         renamed = {}
-        for name, entry in params.items():
-            start = max((new for new in table if name.startswith(new)), key=len, default="")
-            renamed[_PLACEHOLDER.sub("*", table.get(start, "") + name[len(start) :])] = entry["axes"]
+        for name, table in file.params.items():
+            start = max((new for new in renames if name.startswith(new)), key=len, default="")
+            renamed[_PLACEHOLDER.sub("*", renames.get(start, "") + name[len(start) :])] = table
         yield renamed
+
+
+def _rotates(table: ParamTable, file: SpecFile) -> bool:
+    """Return whether a group of rotations acts on a parameter, as on those of heads."""
+    acting = {name for atom in atoms_of(table.axes) for name in atom.names} & set(file.groups)
+    return any(file.groups[name].kind in ("orthogonal", "rope_planes") for name in acting)
 
 
 def _suffix_in(name: str, patterns: Collection[str]) -> str | None:

@@ -7,9 +7,7 @@ it, which changes no output: W' = W diag(gain), b' = b + W bias. Where a reader 
 keeps bias / gain, which turns with the stream.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -17,69 +15,15 @@ from torch import Tensor
 from rotfed.axes import parts
 from rotfed.errors import SpecError
 from rotfed.layout import lay_out, shared_values
-from rotfed.spec import Entry, Residual, SymmetrySpec, check_is_spec, in_layers
+from rotfed.spec import Entry, SymmetrySpec, check_is_spec, in_layers
 from rotfed.tensors import Params, round_to, to_work
 
-GROUP, SIGN = "residual", "residual_sign"
-
-# Beside a classifier these tell whether it reads them or the stream: what a class has of them has to be there.
-_TELLING = {"pooler.dense.weight", "pre_classifier.weight"}
+STREAM_GROUP, STREAM_SIGN = "residual", "residual_sign"
+"""The names of the groups that act on the residual stream."""
 
 # The stream's rounding grows with what turns in it: 100 keeps 1e-12 in float64 and 1e-5 in float32, narrower types
 # hold less.
 _LARGEST_SHIFT, _LARGEST_ROUNDING = 100, 0.05
-
-_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
-    "centred_orthogonal": {GROUP: {"kind": "centred_orthogonal"}},
-    "orthogonal": {GROUP: {"kind": "orthogonal"}},
-    "signed_permutation": {GROUP: {"kind": "permutation"}, SIGN: {"kind": "sign"}},
-    "permutation": {GROUP: {"kind": "permutation"}},
-}
-
-
-def with_residual(
-    data: Mapping[str, Any],
-    kind: Any,
-    axes: Sequence[str],
-    pooled: bool | None,
-    where: str,
-    own: frozenset[str] | None = None,
-) -> dict[str, Any]:
-    """A parsed spec file in which a group of the given kind acts on `axes`, all of the residual stream.
-
-    What reads a pooler and what reads the stream can have one name: `pooled` says which it is, and where it is None
-    neither is known to the spec. Of poolers and heads only those are known that the model's class has, where `own`
-    names its parameters; what tells two classes apart then has to be there.
-    """
-    if kind not in _GROUPS:
-        raise SpecError(f"{where}: residual.kind: expected one of {', '.join(_GROUPS)}, found {kind!r}")
-    table = data["residual"]
-    groups = {name: {**group, "shared": table.get("shared", False)} for name, group in _GROUPS[kind].items()}
-    groups[GROUP]["axis"] = axes[0]
-    if SIGN in groups:
-        groups[SIGN]["per"] = [axes[0]]
-    atom = re.compile(rf"(?<![\w*/])({'|'.join(axes)})\b")
-    acting = f"{GROUP}*{SIGN}" if SIGN in groups else GROUP
-    # A sign acts on the stream and, through the gain, on what leaves the norm: twice is not at all.
-    on_gains = GROUP if kind in ("permutation", "signed_permutation") else axes[0]
-    gains = {*(f"{norm}.weight" for norm in table["folds"]), *table.get("scales", {})}
-
-    def of_class(name: str) -> bool:
-        return own is None or any(f".{full}".endswith(f".{name}") for full in own)
-
-    params = {
-        name: {**entry, "axes": atom.sub(on_gains if name in gains else acting, entry["axes"])}
-        for name, entry in data["params"].items()
-        if not name.startswith("pooler.") or (pooled is not None and of_class(name))
-    }
-    for name, entry in table["head"].items():
-        if of_class(name) and ("pooled" not in entry or pooled is not None):
-            text = entry.get("pooled", entry["axes"]) if pooled else entry["axes"]
-            params[name] = {"axes": atom.sub(acting, text), "optional": True, "head": True}
-    if own is not None and pooled is not None:
-        for name in _TELLING & set(params):
-            params[name]["optional"] = False
-    return {**data, "groups": {**groups, **data["groups"]}, "params": params}
 
 
 def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Tensor]:
@@ -103,7 +47,7 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     entries = {name: entry for entry in spec.entries for name in spec.names_of(entry)}
     # The parameters as views that end in the stream's axis, `(..., 1 or more, d_model)`.
     streams = {
-        name: tensor.movedim(dim, -1).unflatten(-1, (-1, spec.groups[GROUP].size))
+        name: tensor.movedim(dim, -1).unflatten(-1, (-1, spec.groups[STREAM_GROUP].size))
         for name, tensor in wide.items()
         if name in entries and (dim := _stream_axis(entries[name])) is not None
     }
@@ -173,15 +117,6 @@ def _beside(
 def _stream_axis(entry: Entry) -> int | None:
     """The dimension of a parameter on which the residual group acts, None where it does not."""
     for dim, axis in enumerate(entry.axes):
-        if any(atom.name == GROUP for part in parts((axis,)) for atom in part):
+        if any(atom.name == STREAM_GROUP for part in parts((axis,)) for atom in part):
             return dim
     return None
-
-
-def bound_residual(data: Mapping[str, Any], kind: str, unit: float) -> Residual:
-    """What a bound spec remembers of the residual stream."""
-    folds, scales = (
-        {name: tuple(others) for name, others in data["residual"].get(table, {}).items()}
-        for table in ("folds", "scales")
-    )
-    return Residual(folds, scales, kind in ("orthogonal", "centred_orthogonal"), kind == "centred_orthogonal", unit)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from rotfed.checks import outputs, relative_change
 from rotfed.examples import examples
-from rotfed.library import bind_spec, load_spec, parse_spec_file
+from rotfed.library import bind_spec, load_spec
 from rotfed.spec import SymmetrySpec
+from rotfed.specfile import parse_spec_file
 from rotfed.tensors import to_work
 
 EXAMPLES = examples()

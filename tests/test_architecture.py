@@ -9,7 +9,7 @@ ROOT = Path(rotfed.__file__).parent
 LAYERS = [
     {"errors"},
     {"axes", "groups", "flower.reports"},
-    {"solvers", "spec"},
+    {"solvers", "spec", "specfile"},
     {"transform", "adapters.factors"},
     {"residual", "adapters.spec"},
     {"library"},

@@ -11,7 +11,8 @@ import pytest
 
 from rotfed.examples import examples
 from rotfed.flower import RotFedAvg
-from rotfed.library import parse_spec_file, spec_files, supported_model_types
+from rotfed.library import spec_files, supported_model_types
+from rotfed.specfile import parse_spec_file
 from simulations.architectures import FOLDER, measure, page
 from simulations.bench.report import page as benchmark_page
 from simulations.bench.report import with_table
@@ -104,7 +105,7 @@ def test_the_file_of_the_page_on_new_architectures_parses_and_is_what_rotfed_shi
     text = (FOLDER / "new-architecture.md").read_text()
     (block,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     shown = parse_spec_file(block, "page.toml")
-    assert "layers.{layer}.self_attn.q_proj.weight" in shown["params"]
+    assert "layers.{layer}.self_attn.q_proj.weight" in shown.params
 
 
 def test_the_page_on_adapters_runs_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Specs: axis strings, spec files, binding to configurations, and what a bound spec refuses."""
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import rotfed
 from rotfed.axes import Atom, Concat, cuts, parse_axes
-from rotfed.library import bind_spec, parse_spec_file, spec_files
+from rotfed.library import bind_spec, spec_files
+from rotfed.nearest import nearest_spec
+from rotfed.specfile import ParamTable, parse_spec_file
 from tests.models import _SMALL, EXAMPLES, assert_same, backbone, renamed, small_params, small_spec
 
 Params = dict[str, Tensor]
@@ -97,26 +100,38 @@ RESIDUAL = "[residual]\nkind = 'none'\n"
         ("ff = {", "q = 5\nff = {", "groups.q: expected a table, found 5"),
         ("ff = {", 'q = { kind = "scale", per = ["layer", "d_model"] }\nff = {', "mixed by the group shared"),
         ('"embed" = "_ shared"', '"embed" = 5', "expected a table, found 5"),
-        ('"embed" = "_ shared"', '"embed" = { when = "true" }', "'axes'"),
+        ('"embed" = "_ shared"', '"embed" = { when = "true" }', "params.embed: expected the keys axes, not found"),
         ('"embed" = "_ shared"', '"embed" = "shared shared"', "acts twice"),
         ('"embed" = "_ shared"', '"embed.{heads}" = "d_model shared"', "expected the size heads as the first axis"),
         ("[sizes]", "refuse = [3]\n[sizes]", "expected a table, found 3"),
-        ('"embed" = "_ shared"', '"embed" = "_ (shared"', "small.toml: embed: axis string '_ .shared': expected '.'"),
+        (
+            '"embed" = "_ shared"',
+            '"embed" = "_ (shared"',
+            r"small.toml: params\.embed\.axes: axis string '_ .shared': expected '.'",
+        ),
         ('"embed" = "_ shared"', '"embed" = { axes = "_ shared", stack = "a" }', "embed: expected no stack"),
-        ('per = ["layer", "heads"] }\nqk', "per = [1] }\nqk", "groups.qk.per: expected strings, found 1"),
-        ('per = ["layer", "heads"] }\nqk', 'per = ["layer", ["heads"]] }\nqk', "groups.qk.per: expected strings"),
+        ('per = ["layer", "heads"] }\nqk', "per = [1] }\nqk", r"groups\.qk\.per\[0\]: expected a string, found 1"),
+        (
+            'per = ["layer", "heads"] }\nqk',
+            'per = ["layer", ["heads"]] }\nqk',
+            r"groups\.qk\.per\[1\]: expected a string, found \['heads'\]",
+        ),
         ('per = ["layer", "heads"] }\nqk', 'per = ["layer", "layer"] }\nqk', "each index once.*found layer"),
         ('per = ["layer", "heads"] }\nqk', 'per = ["layer", "head_dim"] }\nqk', "group's own axis, found head_dim"),
-        ("d_unit", "'2'", "'2': expected letters"),
+        ('d_unit = "6"', "'2' = '6'", "'2': expected letters"),
         ("d_unit", "layer", "'layer': expected letters"),
         ("[sizes]", "[aliases]\nold = 3\n[sizes]", "aliases.old: expected a table"),
-        ("[sizes]", "[aliases.old]\nh = 3\n[sizes]", "aliases.old: expected strings, found 3"),
-        ("[sizes]", "[aliases.current]\n[sizes]", "aliases.current: expected .* a name of its own"),
+        ("[sizes]", "[aliases.old]\nh = 3\n[sizes]", "aliases.old.h: expected a string, found 3"),
+        ("[sizes]", "[aliases.current]\n[sizes]", "aliases.current: expected a name of its own"),
         ("[sizes]", "[residual]\nkind = 'none'\n[sizes]", "residual: expected the keys folds, head"),
         ("[sizes]", f"{RESIDUAL}axes = ['x']\nhead = {{}}\nfolds = {{}}\n[sizes]", "residual.axes: expected names"),
-        ("[sizes]", f"{RESIDUAL}head = {{}}\nfolds = {{ a = 'b' }}\n[sizes]", "residual.folds: a: expected"),
-        ("[sizes]", f"{RESIDUAL}folds = {{}}\nhead = {{ a = 3 }}\n[sizes]", "residual.head: a: expected a table"),
-        ("[sizes]", f"{RESIDUAL}folds = {{}}\nhead = {{ a = 'x' }}\n[sizes]", "residual.head: a: 'x' is neither"),
+        (
+            "[sizes]",
+            f"{RESIDUAL}head = {{}}\nfolds = {{ a = 'b' }}\n[sizes]",
+            "residual.folds.a: expected a list, found 'b'",
+        ),
+        ("[sizes]", f"{RESIDUAL}folds = {{}}\nhead = {{ a = 3 }}\n[sizes]", "residual.head.a: expected a table"),
+        ("[sizes]", f"{RESIDUAL}folds = {{}}\nhead = {{ a = 'x' }}\n[sizes]", "residual.head.a: 'x' is neither"),
         ("[sizes]", f"x = {'[' * 5000}", "expected TOML"),
         ("[sizes]", f"x = {'9' * 5000}\n[sizes]", "expected TOML"),
         ("[sizes]", 'refuse = [{ when = "true" }]\n[sizes]', "expected the keys because"),
@@ -126,6 +141,68 @@ def test_faults_in_a_spec_file_are_named(old: str, new: str, error: str) -> None
     assert old in _SMALL
     with pytest.raises(rotfed.SpecError, match=error):
         parse_spec_file(_SMALL.replace(old, new), "small.toml")
+
+
+WHOLE = f"""{_SMALL}
+[aliases.old]
+h = "layers"
+[residual]
+kind = "'permutation'"
+[residual.folds]
+norm = ["h.{{layer}}.up"]
+[residual.head]
+"head.weight" = {{ axes = "_ d_model", pooled = "_ _" }}
+[[refuse]]
+when = "false"
+because = "never"
+[[examples]]
+model_type = "small"
+"""
+UP = 'params."h.{layer}.up"'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        (
+            'layers = "2"',
+            'layers = "2"\nextra = 1',
+            "unknown key 'extra'; expected some of aliases, examples, groups, ",
+        ),
+        (
+            '{ kind = "permutation"',
+            '{ extra = 1, kind = "permutation"',
+            "groups.ff: unknown key 'extra'; expected some",
+        ),
+        ('"ff unit"', '{ axes = "ff unit", extra = 1 }', f"{UP}: unknown key 'extra'; expected some of axes, head, "),
+        ("[residual]", "[residual]\nextra = 1", "residual: unknown key 'extra'; expected some of axes, folds, head, "),
+        ("pooled", "extra", "residual.head.\"head.weight\": unknown key 'extra'; expected some of axes, pooled"),
+        (
+            "[[refuse]]",
+            "[[refuse]]\nextra = 1",
+            "refuse[0]: unknown key 'extra'; expected some of because, config, when",
+        ),
+        ("[[examples]]", "[[examples]]\nextra = 1", "examples[0]: unknown key 'extra'; expected some of classes, "),
+        ('layers = "2"', "layers = 2", "layers: expected a string, found 2"),
+        ('d_ff = "4"', "d_ff = 4", "sizes.d_ff: expected a string, found 4"),
+        ('axis = "d_ff"', "axis = []", "groups.ff.axis: expected a string, found []"),
+        ('"ff unit"', '{ axes = "ff unit", when = true }', f"{UP}.when: expected a string, found True"),
+        ('"ff unit"', '{ axes = "ff unit", optional = 1 }', f"{UP}.optional: expected true or false, found 1"),
+        ('h = "layers"', '"h.0" = 3', 'aliases.old."h.0": expected a string, found 3'),
+        ("[residual]", "[residual]\nshared = 'no'", "residual.shared: expected true or false, found 'no'"),
+        ('norm = ["h.{layer}.up"]', "norm = [3]", "residual.folds.norm[0]: expected a string, found 3"),
+        ('pooled = "_ _"', "pooled = 3", 'residual.head."head.weight".pooled: expected a string, found 3'),
+        ('because = "never"', "because = 3", "refuse[0].because: expected a string, found 3"),
+        ("[[examples]]", "[[examples]]\nclasses = [3]", "examples[0].classes[0]: expected a string, found 3"),
+        ("[[examples]]", "[[examples]]\nconfig = 3", "examples[0].config: expected a table, found 3"),
+        ('\nmodel_type = "small"', '\nmodel_type = "s"', "examples[0].model_type: expected one of small, found 's'"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_named_in_every_table(old: str, new: str, error: str) -> None:
+    assert parse_spec_file(WHOLE, "small.toml") and WHOLE.count(old) == 1
+    with pytest.raises(rotfed.SpecError) as caught:
+        parse_spec_file(WHOLE.replace(old, new), "small.toml")
+    assert str(caught.value).startswith(f"small.toml: {error}")
 
 
 @pytest.mark.parametrize(
@@ -141,9 +218,9 @@ def test_faults_in_a_spec_file_are_named(old: str, new: str, error: str) -> None
     ],
 )
 def test_faults_that_a_configuration_brings_out_are_named(new: str, error: str) -> None:
-    data = parse_spec_file(_SMALL.replace('layers = "2"', new), "small.toml")
+    file = parse_spec_file(_SMALL.replace('layers = "2"', new), "small.toml")
     with pytest.raises(rotfed.SpecError, match=error):
-        bind_spec(data, "small", "small", {})
+        bind_spec(file, "small", "small", {})
 
 
 # What the project promises, by the names that transformers gives them.
@@ -156,9 +233,17 @@ phi3 qwen2 qwen2_moe qwen3 qwen3_moe roberta siglip stablelm swin t5 vit wav2vec
 
 def test_all_shipped_specs_parse_and_cover_what_is_promised() -> None:
     assert set(PROMISED.split()) <= set(rotfed.supported_model_types())
-    assert set(rotfed.supported_model_types().values()) == set(spec_files())
-    listed = [model_type for data in spec_files().values() for model_type in data["model_type"]]
-    assert len(listed) == len(set(listed))
+    listed = [(model_type, family) for family, file in spec_files().items() for model_type in file.model_type]
+    assert listed == list(rotfed.supported_model_types().items())
+
+
+def test_a_spec_is_loaded_without_the_files_of_other_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    monkeypatch.setattr(rotfed.library, "parse_spec_file", lambda text, name: parsed.append(name) or parse(text, name))
+    parse = parse_spec_file
+    rotfed.library._spec_file.cache_clear()
+    rotfed.load_spec({"model_type": "gpt2"})
+    assert parsed == ["gpt2.toml"]
 
 
 @pytest.mark.parametrize(
@@ -369,11 +454,18 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
         rotfed.load_spec(3)
 
 
+def test_optional_parameters_are_not_lacking_under_older_names_either() -> None:
+    nearest = nearest_spec(EXAMPLES["data2vec-vision"].model().state_dict())
+    assert nearest is not None and nearest.family == "beit" and "layernorm.weight" in nearest.lacking
+    assert not any("relative_position_index" in name for name in nearest.lacking)
+
+
 def test_a_wrong_spec_is_caught_with_its_parameter() -> None:
     model = EXAMPLES["gpt2"].model("AutoModelForCausalLM")
-    data = copy.deepcopy(spec_files()["gpt2"])
+    file = spec_files()["gpt2"]
     # Reading Conv1D as a linear layer swaps its axes.
-    data["params"]["h.{layer}.attn.c_proj.weight"] = {"axes": "d_model (heads vo/vo_scale)"}
-    spec = rotfed.library.bind_spec(data, "gpt2", "gpt2", model.config.to_dict())
+    swapped = {"h.{layer}.attn.c_proj.weight": ParamTable(parse_axes("d_model (heads vo/vo_scale)"))}
+    file = dataclasses.replace(file, params={**file.params, **swapped})
+    spec = bind_spec(file, "gpt2", "gpt2", model.config.to_dict())
     with pytest.raises(rotfed.FunctionChangedError, match=r"transformer\.h\.\d\.attn\.c_proj.* changed the outputs"):
         rotfed.check_spec(spec, model)

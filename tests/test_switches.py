@@ -54,21 +54,21 @@ def test_every_switch_of_a_configuration_is_honoured_or_refused(example: Example
 
 REFUSALS = [
     pytest.param(family, number, id=f"{family}-{number}")
-    for family, data in spec_files().items()
-    for number in range(len(data.get("refuse", [])))
+    for family, file in spec_files().items()
+    for number in range(len(file.refuse))
 ]
 
 
 @pytest.mark.parametrize(("family", "number"), REFUSALS)
 def test_every_refusal_is_reached_by_its_own_example(family: str, number: int) -> None:
-    data = spec_files()[family]
-    rule = data["refuse"][number]
-    change = dict(rule["config"])
-    example = FIRST[change.pop("model_type", data["model_type"][0])]
+    file = spec_files()[family]
+    rule = file.refuse[number]
+    change = dict(rule.config)
+    example = FIRST[change.pop("model_type", file.model_type[0])]
     with pytest.raises(rotfed.SpecError) as caught:
         rotfed.load_spec(example.config(**change))
-    assert str(caught.value) == f"{example.model_type}: {rule['because']}"
-    assert "\n" not in rule["because"] and len(rule["because"]) > 20
+    assert str(caught.value) == f"{example.model_type}: {rule.because}"
+    assert "\n" not in rule.because and len(rule.because) > 20
 
 
 def test_every_configuration_of_transformers_is_supported_or_clearly_refused(tmp_path: Path) -> None:

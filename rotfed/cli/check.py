@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -29,6 +29,7 @@ from rotfed.errors import SpecError
 from rotfed.library import load_spec, read_config, refusing, spec_files, supported_model_types
 from rotfed.nearest import nearest_spec
 from rotfed.spec import Resolution, SymmetrySpec
+from rotfed.specfile import SpecFile
 
 
 def check(
@@ -94,14 +95,14 @@ def specs(
     chosen = supported_model_types().get(family, family)
     if chosen and chosen not in known:
         refuse(SpecError(f"{family}: no such family or model_type; rotfed knows {', '.join(known)}"))
-    for name, data in known.items():
+    for name, file in known.items():
         if chosen in ("", name):
-            console.print(f"{name}: {', '.join(data['model_type'])}")
-            for group, table in data["groups"].items():
-                each = f" per {', '.join(table['per'])}" if table.get("per") else ""
-                condition = f", when {table['when']}" if "when" in table else ""
-                console.print(f"  {group} ({table['kind']}{each}{condition})")
-            for kinds, model_types in _streams(data).items():
+            console.print(f"{name}: {', '.join(file.model_type)}")
+            for group, table in file.groups.items():
+                each = f" per {', '.join(table.per)}" if table.per else ""
+                condition = f", when {table.when}" if table.when != "true" else ""
+                console.print(f"  {group} ({table.kind}{each}{condition})")
+            for kinds, model_types in _streams(file).items():
                 console.print(f"  residual stream ({kinds}): {', '.join(model_types)}")
     if not chosen:
         console.print(f"{len(supported_model_types())} model types in {len(known)} families")
@@ -118,10 +119,10 @@ def _stream_of(model: Path, stored: Mapping[str, Tensor]) -> str:
     return f"known ({stream_of_spec(spec)})"
 
 
-def _streams(data: Mapping[str, Any]) -> dict[str, list[str]]:
+def _streams(file: SpecFile) -> dict[str, list[str]]:
     """The model types of a spec file that know the residual stream, by what is done to it."""
     found: dict[str, list[str]] = {}
-    for model_type in data["model_type"] if "residual" in data else []:
+    for model_type in file.model_type if file.residual else ():
         kinds = []
         for tied in (False, True):
             with contextlib.suppress(SpecError):
