@@ -19,7 +19,7 @@ from client.training import evaluate as evaluate_model
 from client.training import pick_device, seed_everything
 from client.training import train as train_model
 from rotfed import SymmetrySpec, load_spec
-from rotfed.anchors import Step
+from rotfed.frames import AlignPair
 from rotfed.flower import register_party, to_record, to_state_dict
 from rotfed.flower.adapters import RESIDUAL_KEY
 from rotfed.flower.party import Descent
@@ -101,7 +101,7 @@ def party_spec(context: Context) -> SymmetrySpec:
     return load_spec(_initialise(context, server_round=0).model, residual=True)
 
 
-def party_refine(context: Context) -> Step:
+def party_refine(context: Context) -> AlignPair:
     """What aligns a model to another on this node's data."""
     node = _initialise(context, server_round=0)
     spec, loss = load_spec(node.model, residual=True), _party_loss(node)

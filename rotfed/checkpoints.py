@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rotfed.checks import with_plain_experts
 from rotfed.errors import AlignmentError, SpecError
+from rotfed.layout import lay_out
 from rotfed.library import load_spec, refusing
 from rotfed.mergers import restore_type
 from rotfed.spec import SymmetrySpec
@@ -206,16 +207,16 @@ def common_parameters(checkpoints: Sequence[Checkpoint]) -> Common:
     anywhere else, SpecError for one that its own spec does not fit.
     """
     first, *others = checkpoints
-    ours = first.spec.resolve(first.params)
+    ours = lay_out(first.params, first.spec)
     optional = {name for entry in first.spec.entries if entry.optional for name in first.spec.names_of(entry)}
-    loose = {*ours.left_alone, *(ours.names[name] for name in optional if name in ours.names)}
+    loose = {*ours.unmatched, *(ours.names[name] for name in optional if name in ours.names)}
     kept: dict[str, str] = {}
     left_out: dict[str, str] = {}
     uneven: dict[str, str] = {}
     renamed = [first.params]
     for other in others:
         _check_alike(first, other)
-        theirs = other.spec.resolve(other.params)
+        theirs = lay_out(other.params, other.spec)
         table = {name: ours.names.get(spec_name, name) for spec_name, name in theirs.names.items()}
         params = {table.get(name, name): tensor for name, tensor in other.params.items()}
         for name, expected in first.params.items():
@@ -235,7 +236,7 @@ def common_parameters(checkpoints: Sequence[Checkpoint]) -> Common:
                 )
             else:
                 kept.setdefault(name, difference)
-        loose_there = {*theirs.left_alone, *(table[theirs.names[name]] for name in optional if name in theirs.names)}
+        loose_there = {*theirs.unmatched, *(table[theirs.names[name]] for name in optional if name in theirs.names)}
         for name in params:
             if name not in first.params:
                 if name not in loose_there:
@@ -322,7 +323,7 @@ def other_settings(first: Checkpoint, other: Checkpoint) -> list[str]:
 
 def layer_names(spec: SymmetrySpec, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """The parameters of each layer (of each stack), and under `rest` those outside the layers."""
-    names = spec.resolve(params, folded=False).names
+    names = lay_out(params, spec, folded=False).names
     layers: dict[str, list[str]] = {}
     for entry in spec.entries:
         for layer in entry.layers:
@@ -402,9 +403,9 @@ def names_in_memory(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
     where memory holds a parameter in other pieces than the files, as it does the experts of a mixture.
     """
     held = model.state_dict(keep_vars=True)
-    stored, present = checkpoint.spec.resolve(checkpoint.params), checkpoint.spec.resolve(held)
+    stored, present = lay_out(checkpoint.params, checkpoint.spec), lay_out(held, checkpoint.spec)
     table = {present.names[name]: stored.names[name] for name in present.names if name in stored.names}
-    table |= {name: name for name in present.left_alone if name in checkpoint.params}
+    table |= {name: name for name in present.unmatched if name in checkpoint.params}
     owners = {id(held[name]): file for name, file in table.items()}
     for name, tensor in held.items():
         if isinstance(tensor, nn.Parameter) and id(tensor) not in owners:

@@ -26,9 +26,10 @@ from rotfed.cli.adapters import check_folder, refuse_options
 from rotfed.cli.console import open_console, refusals, refuse
 from rotfed.cli.form import stream_of_spec
 from rotfed.errors import SpecError
+from rotfed.layout import Layout, lay_out
 from rotfed.library import load_spec, read_config, refusing, spec_files, supported_model_types
 from rotfed.nearest import nearest_spec
-from rotfed.spec import Resolution, SymmetrySpec
+from rotfed.spec import SymmetrySpec
 from rotfed.specfile import SpecFile
 
 
@@ -53,7 +54,7 @@ def check(
         stored = stored_parameters(model)
         try:
             spec = load_spec(model)
-            resolution = spec.resolve(stored) if stored else None
+            layout = lay_out(stored, spec) if stored else None
         except SpecError as refusal:
             nearest = nearest_spec(stored) if stored and _unknown(model) else None
             if stored and nearest is None and _unknown(model):
@@ -66,13 +67,13 @@ def check(
             forms = [spec]
             with contextlib.suppress(SpecError):
                 forms.append(load_spec(module, residual=True))
-                forms[-1].resolve(module.state_dict(), folded=False)
+                lay_out(module.state_dict(), forms[-1], folded=False)
             for dtype in (torch.float64, torch.float32):
                 errors[dtype] = max(
                     check_spec(form, module, dtype, generator=torch.Generator().manual_seed(seed)) for form in forms
                 )
-            resolution = resolution or spec.resolve(module.state_dict())
-        _print_spec(console, spec, resolution, weights)
+            layout = layout or lay_out(module.state_dict(), spec)
+        _print_spec(console, spec, layout, weights)
         console.print(f"residual stream: {_stream_of(model, stored)}")
     for dtype, error in errors.items():
         name = str(dtype).removeprefix("torch.")
@@ -113,7 +114,7 @@ def _stream_of(model: Path, stored: Mapping[str, Tensor]) -> str:
     try:
         spec = load_spec(model, residual=True)
         if stored:
-            spec.resolve(with_tied_head(stored, spec, model), folded=False)
+            lay_out(with_tied_head(stored, spec, model), spec, folded=False)
     except SpecError as refusal:
         return f"left as it is ({refusal})"
     return f"known ({stream_of_spec(spec)})"
@@ -137,12 +138,12 @@ def _unknown(model: Path) -> bool:
     return read_config(model).get("model_type") not in list(supported_model_types())
 
 
-def _print_spec(console: Console, spec: SymmetrySpec, resolution: Resolution | None, weights: str) -> None:
+def _print_spec(console: Console, spec: SymmetrySpec, layout: Layout | None, weights: str) -> None:
     fits = ""
-    if resolution is not None:
-        prefix = f"prefix {resolution.prefix!r}" if resolution.prefix else "no prefix"
-        naming = "" if resolution.naming == "current" else f", names of {resolution.naming}"
-        fits = f" fits {len(resolution.names)} parameters ({prefix}{naming})"
+    if layout is not None:
+        prefix = f"prefix {layout.prefix!r}" if layout.prefix else "no prefix"
+        naming = "" if layout.naming == "current" else f", names of {layout.naming}"
+        fits = f" fits {len(layout.names)} parameters ({prefix}{naming})"
     console.print(f"{spec.model_type}: {spec.source}{fits}, {weights}")
     table = Table("group", "kind", "acts on", "elements")
     for group in spec.groups.values():
@@ -150,8 +151,8 @@ def _print_spec(console: Console, spec: SymmetrySpec, resolution: Resolution | N
         vectors = f"{group.axis}, {group.size} long" if group.axis else "everything as one"
         table.add_row(group.name, group.kind_name, vectors, counts or "1")
     console.print(table)
-    if resolution is not None and resolution.left_alone:
-        console.print(f"task head, left alone: {', '.join(resolution.left_alone)}")
+    if layout is not None and layout.unmatched:
+        console.print(f"task head, left alone: {', '.join(layout.unmatched)}")
 
 
 def _load_model(path: Path, seed: int) -> tuple[torch.nn.Module, str]:

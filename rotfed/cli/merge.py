@@ -13,9 +13,8 @@ from rich.text import Text
 from torch import Tensor
 
 from rotfed.adapters.folders import METHODS, AdapterOptions
-from rotfed.align import Alignment, align
-from rotfed.anchors import Step, align_all, chosen_anchor
-from rotfed.barrier import IGNORED_LABEL, Batch, Params, Score, score
+from rotfed.align import Alignment, AlignOptions, align
+from rotfed.barrier import IGNORED_LABEL, Batch, Score, score
 from rotfed.checkpoints import (
     Checkpoint,
     Common,
@@ -33,9 +32,11 @@ from rotfed.cli.adapters import all_adapters, merge_folders, refuse_options
 from rotfed.cli.console import DATA, BatchSize, Layers, Residual, notes, numbers, open_console, refusals
 from rotfed.cli.form import common_form, examples_in, print_differences
 from rotfed.errors import AlignmentError
+from rotfed.frames import AlignPair, align_all, chosen_anchor
 from rotfed.learned import model_loss, refine
-from rotfed.mergers import distance2, mean_by_rows, normalised_weights, shared_rows, weighted_mean
+from rotfed.mergers import mean_by_rows, normalised_weights, shared_rows, weighted_mean
 from rotfed.spec import SymmetrySpec
+from rotfed.tensors import Params, squared_distance
 
 ANCHORS = ("medoid", "consensus", "progressive", "tree")
 LEARNED_ANCHORS = ("progressive", "tree")
@@ -113,7 +114,9 @@ def merge(
                 step = _learned_step(console, first, model, spec, batches_of(taught, batch_size), batches, learn)
 
         with notes(console):
-            found = align_all(shared_rows(parties), spec, anchor, shares, step=step, layers=chosen)
+            found = align_all(
+                shared_rows(parties), spec, anchor, shares, align_pair=step, options=AlignOptions(layers=chosen)
+            )
         # A transform moves all rows of a table, those beyond the ones that it was found on, too.
         aligned = [
             alignment.transform.apply(party) if common.uneven else alignment.params
@@ -162,7 +165,7 @@ def _learned_step(
     taught: Sequence[Batch],
     measured: Sequence[Batch],
     steps: int,
-) -> Step:
+) -> AlignPair:
     """An alignment refined on batches, of models whose parameters are named as a directory's files name them."""
     table = names_in_memory(checkpoint, model)
     # Without class counts: the models are merged for what is in this one file, so its shares of the classes count.
@@ -183,7 +186,7 @@ def _learned_step(
     def step(source: Params, anchor: Params, share: float) -> Alignment:
         nonlocal seen
         seen = 0
-        start = align(source, anchor, spec, max_sweeps=1)
+        start = align(source, anchor, spec, AlignOptions(max_sweeps=1))
         found = refine(
             source, anchor, spec, loss, taught, share=share, start=start.transform, steps=steps, validation=taught[:4]
         )
@@ -240,7 +243,7 @@ def _print_distances(
 
 def _mean_distance(models: Sequence[Mapping[str, Tensor]], mean: Mapping[str, Tensor], names: Sequence[str]) -> float:
     """The Euclidean distance from `mean` over some floating-point parameters, averaged over the models."""
-    return sum(math.sqrt(distance2(model, mean, names)) for model in models) / len(models)
+    return sum(math.sqrt(squared_distance(model, mean, names)) for model in models) / len(models)
 
 
 def _print_scores(console: Console, scores: Sequence[tuple[str, Score | None]], shares: Sequence[float]) -> None:

@@ -23,7 +23,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from rotfed.align import Alignment, align
-from rotfed.anchors import Step
+from rotfed.frames import AlignPair
 from rotfed.descent import Params
 from rotfed.errors import RecordError
 from rotfed.flower.mods import folded
@@ -51,7 +51,7 @@ def register_party(
     app: ClientApp,
     party_model: PartyModel,
     spec: SymmetrySpec | Callable[[Context], SymmetrySpec],
-    refine: Callable[[Context], Step] | None = None,
+    refine: Callable[[Context], AlignPair] | None = None,
     descend: Callable[[Context, int], Descent] | None = None,
     mods: list[Mod] | None = None,
 ) -> None:

@@ -20,7 +20,8 @@ from client.settings import parse_settings
 from client.training import Evaluation, evaluate, pick_device, seed_everything
 from rotfed.barrier import barrier_of, line, losses_along
 from rotfed.flower import to_record, to_state_dict
-from rotfed.mergers import distance2, weighted_mean
+from rotfed.mergers import weighted_mean
+from rotfed.tensors import squared_distance
 from server.grid import OrderedGrid
 from simulations.bench.cells import PLAIN, Cell
 from simulations.bench.runs import Places, config_of, grid_of
@@ -44,7 +45,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "to the model sent out": {"anchor": "global"},
     "with the residual stream": {"residual": True},
 }
-"""Name -> options of `rotfed.align_all`; without an anchor to the consensus."""
+"""Name -> options of alignment, beside the anchor and the residual stream; without an anchor to the consensus."""
 
 BARRIER_POINTS = 7
 
@@ -99,9 +100,8 @@ def dissect(cell: Cell, seed: int, places: Places) -> list[dict[str, Any]]:
         fold = (lambda params, spec=spec: rotfed.fold_norms(params, spec)) if residual else (lambda params: params)
         began = time.process_time()
         models = [fold(model) for model in found.models]
-        aligned = rotfed.align_all(
-            models, spec, chosen.pop("anchor", "consensus"), found.shares, reference=fold(found.start), **chosen
-        )
+        anchor, options = chosen.pop("anchor", "consensus"), rotfed.AlignOptions(**chosen)
+        aligned = rotfed.align_all(models, spec, anchor, found.shares, reference=fold(found.start), options=options)
         seconds = time.process_time() - began
         moved = [alignment.params for alignment in aligned]
         # Folded models have a spread of their own.
@@ -126,7 +126,7 @@ def _spread(models: Sequence[Params], shares: Sequence[float], within: str = "")
     """The weighted mean squared distance of models from their mean, over the parameters whose names hold `within`."""
     mean = weighted_mean(models, shares)
     names = [name for name in mean if within in name]
-    return sum(share * distance2(model, mean, names) for model, share in zip(models, shares, strict=True))
+    return sum(share * squared_distance(model, mean, names) for model, share in zip(models, shares, strict=True))
 
 
 def _by_layer(found: FirstRound, aligned: Sequence[Params]) -> dict[str, list[float]]:

@@ -26,7 +26,7 @@ class Method:
         """The weighted mean of the models in one frame."""
         if self.spec is None:
             return rotfed.weighted_mean(models, weights)
-        return rotfed.merge(models, self.spec, weights, anchor, groups=self.groups)
+        return rotfed.merge(models, self.spec, weights, anchor, options=rotfed.AlignOptions(groups=self.groups))
 
     def align(self, source: Params, anchor: Params) -> tuple[Params, Params]:
         """The moved source and the anchor: between them lies what `merge` makes of the two."""
@@ -34,7 +34,7 @@ class Method:
             return source, anchor
         anchor = rotfed.fold_norms(anchor, self.spec) if self.spec.residual else anchor
         source = rotfed.fold_norms(source, self.spec) if self.spec.residual else source
-        return rotfed.align(source, anchor, self.spec, groups=self.groups).params, anchor
+        return rotfed.align(source, anchor, self.spec, rotfed.AlignOptions(groups=self.groups)).params, anchor
 
 
 def data_free(model: Any) -> dict[str, Method]:

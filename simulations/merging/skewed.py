@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import rotfed
-from rotfed.anchors import Step
+from rotfed.frames import AlignPair
 from rotfed.flower import MultiPartyStart, register_party, to_record, to_state_dict
 from rotfed.flower.party import Descent
 from rotfed.learned import Loss, model_loss, refine
@@ -121,7 +121,7 @@ def _grid(
         party = parties[partition(context)]
         return party.params, len(party.rows)
 
-    def own_refine(context: Context) -> Step:
+    def own_refine(context: Context) -> AlignPair:
         number = partition(context)
         return lambda source, anchor, share: (
             refine(source, anchor, spec, loss(number), images.batches(rows[number], seed=0), share=share).alignment

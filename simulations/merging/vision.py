@@ -56,11 +56,11 @@ def _learned(images: Images, model: Any, parties: Sequence[Party], order: str) -
     loss = model_loss(model)
     teachers = iter(_teachers(len(parties), order == "tree"))
 
-    def step(source: Any, anchor: Any, share: float) -> rotfed.Alignment:
+    def align_pair(source: Any, anchor: Any, share: float) -> rotfed.Alignment:
         rows = parties[next(teachers)].rows
         return refine(source, anchor, spec, loss, images.batches(rows, seed=0), share=share).alignment
 
-    return lambda models: rotfed.merge(models, spec, anchor=order, step=step)
+    return lambda models: rotfed.merge(models, spec, anchor=order, align_pair=align_pair)
 
 
 def _teachers(count: int, tree: bool) -> list[int]:
