@@ -82,14 +82,14 @@ def travelling(model: Model) -> dict[str, Tensor]:
     return found
 
 
-def load_travelled(model: Model, params: Mapping[str, Tensor], residual: Mapping[str, Tensor]) -> None:
-    """Set what was sent in a model, and add what rounds left for its base weights (see `rotfed.add_residual`)."""
+def load_travelled(model: Model, params: Mapping[str, Tensor], left: Mapping[str, Tensor]) -> None:
+    """Set what was sent in a model, and add what rounds left for its base weights (see `rotfed.add_base_delta`)."""
     if isinstance(model, PreTrainedModel):
         model.load_state_dict(params)
         return
     _peft().set_peft_model_state_dict(model, dict(params))
-    if residual:
-        rotfed.add_residual(model, residual)
+    if left:
+        rotfed.add_base_delta(model, left)
 
 
 def base_config(model: Model) -> dict[str, str]:
@@ -119,9 +119,9 @@ def check_base(config: Mapping[str, object], model: Model, settings: Settings) -
         )
 
 
-def save(model: Model, folder: str, residual: Mapping[str, Tensor]) -> str:
+def save(model: Model, folder: str, left: Mapping[str, Tensor]) -> str:
     """Write a model's directory, an adapter's of a PeftModel unless its base has changed, and return what it is."""
-    if isinstance(model, PreTrainedModel) or residual:
+    if isinstance(model, PreTrainedModel) or left:
         whole = model if isinstance(model, PreTrainedModel) else model.merge_and_unload()
         whole.save_pretrained(folder)
         return "a whole model"

@@ -21,7 +21,7 @@ from client.training import train as train_model
 from rotfed import SymmetrySpec, load_spec
 from rotfed.frames import AlignPair
 from rotfed.flower import register_party, to_record, to_state_dict
-from rotfed.flower.adapters import RESIDUAL_KEY
+from rotfed.flower.adapters import DELTA_KEY
 from rotfed.flower.party import Descent
 from rotfed.learned import Loss, model_loss, refine
 
@@ -137,7 +137,7 @@ def _prepare(message: Message, context: Context) -> Node:
     if not own:
         adapters.check_base(config, node.model, node.settings)
         sent = {name: to_state_dict(record) for name, record in message.content.array_records.items()}
-        adapters.load_travelled(node.model, sent["arrays"], sent.get(RESIDUAL_KEY, {}))
+        adapters.load_travelled(node.model, sent["arrays"], sent.get(DELTA_KEY, {}))
     return node
 
 

@@ -19,7 +19,7 @@ STRATEGIES = ("fedavg", "fedprox", "fedadam")
 ANCHORS = ("global", "medoid", "consensus", "generalized_procrustes")
 PARTITIONS = ("iid", "dirichlet", "natural")
 STARTS = ("same", "different", "parties")
-CARRIES = ("auto", "plain", "aligned")
+ROUND_STARTS = ("auto", "plain", "aligned")
 LEARNED = ("none", "own", "together")
 AGGREGATIONS = ("", *METHODS)
 AS_TRAINED = ("rotation", "mean")
@@ -41,15 +41,15 @@ class Settings:
     num_server_rounds, strategy, proximal_mu, server_learning_rate
         Rounds, and Flower's strategy that aggregates them; `proximal_mu` is FedProx's, `server_learning_rate` is
         FedAdam's.
-    align, anchor, groups, layers, proper, strength, min_gain, carry, residual
+    align, anchor, groups, layers, reflections, strength, min_gain, next_round_from, residual
         Whether replies are aligned first, and how (see `rotfed.flower.AlignedStrategy`): `groups` and `layers` are None
         for all of them; `residual` rotates the residual stream, too.
     lora_rank, lora_alpha, lora_targets, aggregation
         With a rank above 0 the pretrained model stays as it is, and what is trained and sent is a LoRA adapter of that
         rank, with what the model has beside its backbone (a classifier's head) and what the checkpoint lacks, as a
         whole. `lora_targets` names the modules that are adapted, None for all linear layers; `aggregation` is one of
-        `rotfed.aggregate_adapters`' methods, empty for rotfed's choice. Of the keys above, `align`, `proper` and
-        `strength` hold for adapters, too; those that are rotated go to what was sent out, whatever `anchor` says.
+        `rotfed.aggregate_adapters`' methods, empty for rotfed's choice. Of the keys above, `align`, `reflections`
+        and `strength` hold for adapters, too; those that are rotated go to what was sent out, whatever `anchor` says.
     task, dataset, train_examples, input_column, label_column, model, max_length
         What is learned: classes of images ("image") or texts ("text"), or what token comes next in a text
         ("language"). `dataset` is "digits", "fashion-mnist", a folder with a subfolder of .txt files for each class,
@@ -84,10 +84,10 @@ class Settings:
     anchor: str
     groups: tuple[str, ...] | None
     layers: tuple[int, ...] | None
-    proper: bool
+    reflections: bool
     strength: float
     min_gain: float
-    carry: str
+    next_round_from: str
     residual: bool
     lora_rank: int
     lora_alpha: int
@@ -197,7 +197,7 @@ def _check_together(settings: Settings, run_config: Mapping[str, UserConfigValue
         ("aggregation", not settings.align, "align = false"),
         ("lora-targets", not rank, "lora-rank = 0"),
         ("residual", rank, f"lora-rank = {rank}"),
-        ("carry", rank, f"lora-rank = {rank}"),
+        ("next-round-from", rank, f"lora-rank = {rank}"),
     ):
         if idle and run_config[key] not in ("", False, "auto"):
             raise ConfigError(f"run config {key} = {run_config[key]!r} has no effect at {cause}; leave it out")
@@ -219,10 +219,10 @@ def _parsers() -> dict[str, _Parser]:
         "anchor": _choice(ANCHORS),
         "groups": _names,
         "layers": _layers,
-        "proper": _boolean,
+        "reflections": _boolean,
         "strength": _number(0.0, 1.0, open_low=True),
         "min-gain": _number(0.0),
-        "carry": _choice(CARRIES),
+        "next-round-from": _choice(ROUND_STARTS),
         "residual": _boolean,
         "lora-rank": _integer(0),
         "lora-alpha": _integer(1),

@@ -7,7 +7,7 @@ model nearest to another without altering what it computes; `merge` averages sev
 
 from rotfed.adapters import (
     AdapterSpec,
-    add_residual,
+    add_base_delta,
     aggregate_adapters,
     fit_adapter,
     load_adapter_spec,
@@ -48,7 +48,7 @@ __all__ = [
     "SymmetrySpec",
     "Transform",
     "TransformError",
-    "add_residual",
+    "add_base_delta",
     "aggregate_adapters",
     "align",
     "align_all",

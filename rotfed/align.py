@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,7 +119,9 @@ def align(source: Params, anchor: Params | Anchor, spec: SymmetrySpec, options: 
     does not fit, AlignmentError for values that are not finite. A ConvergenceWarning tells where the squared distance
     had not settled after several sweeps.
     """
-    pair = Pair(source, anchor if isinstance(anchor, Anchor) and anchor.spec == spec else _anchor(anchor, spec), options)
+    pair = Pair(
+        source, anchor if isinstance(anchor, Anchor) and anchor.spec == spec else _anchor(anchor, spec), options
+    )
     check_finite(source, "source")
     found = pair.solved()
     return pair.aligned(found)
@@ -136,23 +139,32 @@ Component = tuple[str, ...]
 class Solved:
     """The elements of coupled groups that bring a source nearest, and what they gain.
 
-    `distances` holds, for the blocks on which the same groups act, the names of these groups and the squared distance
-    before and after. `fell` is the share of the anchor's squared norm by which the last sweep lowered it.
+    `distances` holds one entry for each set of blocks on which the same groups act. `fell` is the share of the anchor's
+    squared norm by which the last sweep lowered the squared distance.
     """
 
-    elements: dict[str, Tensor]
-    distances: tuple[tuple[frozenset[str], float, float], ...]
+    elements: Mapping[str, Tensor]
+    distances: tuple["Distances", ...]
     fell: float = 0.0
 
     @property
     def before(self) -> float:
         """The squared distance of the source over all blocks on which the groups act."""
-        return math.fsum(before for _, before, _ in self.distances)
+        return math.fsum(found.before for found in self.distances)
 
     @property
     def after(self) -> float:
         """The squared distance once moved."""
-        return math.fsum(after for _, _, after in self.distances)
+        return math.fsum(found.after for found in self.distances)
+
+
+class Distances(NamedTuple):
+    """Squared distances over blocks on which the same groups act: before, after the first sweep, and after the last."""
+
+    groups: frozenset[str]
+    before: float
+    first: float
+    after: float
 
 
 class Pair:
@@ -294,6 +306,11 @@ class Pair:
         """Return the neutral elements of a group."""
         group = self.spec.groups[name]
         return group.kind.identity(group.batch, group.size)
+
+    def forget(self) -> None:
+        """Drop what was read and contracted; it is read again where it is needed."""
+        self.pieces = [replace(piece) for piece in self.pieces]
+        self._near.clear()
 
     def _touched(self, groups: Iterable[str]) -> list[Piece]:
         names = list(groups)
@@ -506,26 +523,32 @@ class Descent:
         if terms is None:
             terms = merged(contract(piece.under(moved), self.names) for piece in pieces)
         elements = {name: start[name] for name in names}
-        best, fell = self._sweeps(self.rest, terms, elements, sweeps)
+        first, best, fell = self._sweeps(self.rest, terms, elements, sweeps)
         before = terms if not moved else merged(contract(piece, self.names) for piece in pieces)
         distances = tuple(
-            (frozenset(a.group.name for a in old.actions), float(old.distance2.sum()), float(new.distances(best).sum()))
+            Distances(
+                frozenset(action.group.name for action in old.actions),
+                float(old.distance2.sum()),
+                *(float(new.distances(found).sum()) for found in (first, best)),
+            )
             for old, new in zip(before, terms, strict=True)
         )
         return Solved({**held, **best}, distances, fell)
 
     def _sweeps(
         self, groups: Sequence[Group], terms: Sequence[Term], start: Elements, max_sweeps: int
-    ) -> tuple[dict[str, Tensor], float]:
-        """Return the best elements found from moments, and the share of the norm that the last sweep gained."""
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+        """Return the elements after one sweep and the best, and the share of the norm that the last sweep gained."""
         elements = dict(start)
-        best, previous, fell = dict(elements), math.inf, 0.0
+        first, best, previous, fell = dict(start), dict(start), math.inf, 0.0
         norm2 = _anchor_norm2(terms)
         for _ in range(max_sweeps if len(groups) > 1 else 1):
             for group in groups:
                 elements[group.name] = self.element(group, terms, elements)
             distance2 = math.fsum(float(term.distances(elements).sum()) for term in terms)
             # With a pull to the identity a sweep may also lose: the pull is to the identity, not to the last sweep.
+            if previous == math.inf:
+                first = dict(elements)
             if distance2 < previous:
                 best = dict(elements)
             if distance2 >= previous - self.pair.settled * abs(previous):
@@ -533,11 +556,9 @@ class Descent:
                 break
             fell = 0.0 if previous == math.inf else (previous - distance2) / norm2
             previous = distance2
-        return best, fell
+        return first, best, fell
 
-    def _descend_by_turns(
-        self, pieces: Sequence[Piece], held: Elements, start: Elements, max_sweeps: int
-    ) -> Solved:
+    def _descend_by_turns(self, pieces: Sequence[Piece], held: Elements, start: Elements, max_sweeps: int) -> Solved:
         """Descend where two groups mix different axes of one block: what all layers share, and what each has inside.
 
         The moments of one side depend on the elements of the other: those of blocks on which both act are contracted
@@ -558,7 +579,7 @@ class Descent:
         fixed = merged(contract(p, outside) for p in once if p.touched_by(outside) and not p.touched_by(inside))
         norm2 = _anchor_norm2([*within, *alone, *fixed])
         elements = {name: start[name] for name in names}
-        best, previous, fell = dict(elements), math.inf, 0.0
+        best, first, previous, fell = dict(elements), math.inf, math.inf, 0.0
         for _ in range(max_sweeps):
             known = {name: elements[name] for name in outside}
             seen = [renewed(term, p.under(known), inside) for term, p in zip(within, crossed, strict=True)]
@@ -580,9 +601,10 @@ class Descent:
                 fell = 0.0
                 break
             fell = 0.0 if previous == math.inf else (previous - distance2) / norm2
-            previous = distance2
+            first, previous = (distance2 if first == math.inf else first), distance2
         before = math.fsum(map(_distance2, pieces))
-        return Solved({**held, **best}, ((frozenset(self.names), before, min(distance2, previous)),), fell)
+        found = Distances(frozenset(self.names), before, first, min(distance2, previous))
+        return Solved({**held, **best}, (found,), fell)
 
 
 def _anchor_norm2(terms: Iterable[Term]) -> float:

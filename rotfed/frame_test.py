@@ -7,11 +7,13 @@ group moves a model. Training moves a model less than noise would in these direc
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rotfed.align import DEFAULTS, Alignment, AlignOptions, Component, Pair, Solved
 from rotfed.errors import AlignmentError
@@ -44,14 +46,19 @@ class Gain(NamedTuple):
 class Framed:
     """Models in one frame where their frames differed, as they were elsewhere.
 
-    `alignments`, one a model; `groups`, those in which some model was moved; `gain`, the largest gain over noise found;
-    `far`, whether some models lay in frames of their own, rather than a little apart.
+    `alignments`, one a model, in order; of models that are read from files each is made when it is asked for. `groups`,
+    those in which some model was moved; `gain`, the largest gain over noise found; `far`, whether some models lay in
+    frames of their own, rather than a little apart.
     """
 
-    alignments: list[Alignment]
+    alignments: Sequence[Alignment]
     groups: tuple[str, ...] = ()
     gain: float = 0.0
     far: bool = False
+
+
+Keep = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Puts tensors where they take no memory, and returns them as a mapping that reads them."""
 
 
 def align_where_frames_differ(
@@ -62,40 +69,73 @@ def align_where_frames_differ(
     centre: Params | Anchor,
     min_gain: float = MIN_GAIN,
     options: AlignOptions = DEFAULTS,
+    keep: Keep = dict,
 ) -> Framed:
     """Bring models into one frame, in those groups alone in which that gains more than it would on noise.
 
     Parameters: `anchor`, `"global"`, `"medoid"` or `"consensus"`, as in `align_all`; `weights`, the models' shares;
     `centre`, the model to align to under `"global"`, otherwise the plain mean of the models; `min_gain`, the least gain
-    over noise for which a set of coupled groups is aligned: 0 aligns all. Towards the global anchor each model is
-    judged by itself, as privacy asks for; otherwise all are judged together. Models a little apart are then moved by
-    the very moments that they were judged by: toward their plain mean, which one renewal leaves as near as twenty.
-    Where no frame differs the very models come back.
+    over noise for which a set of coupled groups is aligned: 0 aligns all; `keep`, where the elements that were found
+    wait. Towards the global anchor each model is judged by itself, as privacy asks for; otherwise all are judged
+    together. Models a little apart are then moved by the very moments that they were judged by: toward their plain
+    mean, which one renewal leaves as near as twenty. Where no frame differs the very models come back.
     """
     shared = centre if isinstance(centre, Anchor) else Anchor(centre, spec, checked=True)
     if anchor == "global" and len(models) > 1:
-        each = [align_where_frames_differ([m], spec, anchor, [1.0], shared, min_gain, options) for m in models]
+        each = [align_where_frames_differ([m], spec, anchor, [1.0], shared, min_gain, options, keep) for m in models]
         groups = tuple(name for name in spec.groups if any(name in one.groups for one in each))
         far, gain = any(one.far for one in each), max(one.gain for one in each)
-        return Framed([one.alignments[0] for one in each], groups, gain, far)
+        return Framed(_Each([partial(_first, one) for one in each]), groups, gain, far)
     shares = normalised_weights(len(models), weights)
-    pairs = [Pair(model, shared, options) for model in models]
-    tried = [pair.solved(replace(options, strength=1.0, max_sweeps=1)) for pair in pairs]
+    pairs, tried, found = [], [], []
+    for model in models:
+        pair = Pair(model, shared, options)
+        solved = {component: _kept(one, keep) for component, one in pair.solved().items()}
+        # A pull to the identity is for moving, not for judging.
+        judged = solved if options.strength == 1 else pair.solved(replace(options, strength=1.0, max_sweeps=1))
+        pairs.append(pair)
+        found.append(solved)
+        tried.append(judged)
+        pair.forget()
     gains = gains_over_noise(pairs, tried, shares)
     kept = {component: gain for component, gain in gains.items() if gain.over_noise > min_gain or not min_gain}
     largest = max((gain.over_noise for gain in gains.values()), default=0.0)
     groups = tuple(name for component in kept for name in component)
     far = any(gain.far for gain in kept.values())
-    if not kept or (anchor != "medoid" and not far) or anchor == "global":
-        once = options.strength == 1.0 and options.max_sweeps == 1
-        found = [
-            {component: one[component] if once else pair.solve(component) for component in kept}
-            for pair, one in zip(pairs, tried, strict=True)
-        ]
-        aligned = [pair.aligned(one, all_of) for pair, one, all_of in zip(pairs, found, tried, strict=True)]
+    alignments: Sequence[Alignment]
+    if kept and anchor != "global" and (far or anchor == "medoid"):
+        alignments = in_one_frame(models, spec, anchor, shares, None, replace(options, groups=groups))
     else:
-        aligned = in_one_frame(models, spec, anchor, shares, None, replace(options, groups=groups))
-    return Framed(aligned, groups, largest, far)
+        one_by_one = [partial(_aligned, pair, one, kept) for pair, one in zip(pairs, found, strict=True)]
+        alignments = _Each(one_by_one)
+        if all(isinstance(model, dict) for model in models):
+            alignments = list(alignments)
+    return Framed(alignments, groups, largest, far)
+
+
+class _Each(Sequence[Alignment]):
+    """Alignments that are made when they are asked for."""
+
+    def __init__(self, made: Sequence[Callable[[], Alignment]]) -> None:
+        self._made = made
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._made[index]()
+
+
+def _first(one: Framed) -> Alignment:
+    return one.alignments[0]
+
+
+def _kept(one: Solved, keep: Keep) -> Solved:
+    return replace(one, elements=keep(one.elements))
+
+
+def _aligned(pair: Pair, solved: Mapping[Component, Solved], kept: Collection[Component]) -> Alignment:
+    return pair.aligned({component: one for component, one in solved.items() if component in kept}, solved)
 
 
 def check_min_gain(min_gain: float) -> float:
@@ -140,12 +180,9 @@ def gains_over_noise(
 def _gain(pair: Pair, found: Sequence[Solved], shares: Sequence[float], part: Iterable[str]) -> Gain:
     """Return what some groups took away, in all layers together."""
     names = set(part)
-    before = math.fsum(
-        share * b for one, share in zip(found, shares, strict=True) for acting, b, _ in one.distances if acting & names
-    )
-    after = math.fsum(
-        share * a for one, share in zip(found, shares, strict=True) for acting, _, a in one.distances if acting & names
-    )
+    parts = [(share, part) for one, share in zip(found, shares, strict=True) for part in one.distances]
+    before = math.fsum(share * part.before for share, part in parts if part.groups & names)
+    after = math.fsum(share * part.first for share, part in parts if part.groups & names)
     if not before > 0:
         return Gain(0.0, 0.0)
     numbers, dimensions = 0, {}

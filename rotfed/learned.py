@@ -360,7 +360,9 @@ def refine(
             best = learned.transforms()[0]
     params = best.apply(source)
     before, after = (math.sqrt(squared_distance(model, anchor)) for model in (source, params))
-    alignment = Alignment(params, best, before, after, identity_share(best, lay_out(source, spec), AlignOptions(groups=chosen)))
+    alignment = Alignment(
+        params, best, before, after, identity_share(best, lay_out(source, spec), AlignOptions(groups=chosen))
+    )
     return Refinement(alignment, losses, len(losses), time.perf_counter() - begin)
 
 

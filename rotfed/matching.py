@@ -131,7 +131,10 @@ def _gain(group: Group, pieces: Sequence[Piece], scales: Sequence[str]) -> Tenso
         together = _balanced if factor.kind_name == "scale" else _beside
         source, anchor = (together([side[which] for side in sides], duals) for which in (0, 1))
         gains.append((anchor @ source.mT).abs_())
-    return gains[0] if len(gains) == 1 else torch.stack(gains).sum(0)
+    total = gains[0]
+    for gain in gains[1:]:
+        total = total + gain
+    return total
 
 
 def _beside(sides: Sequence[Tensor], duals: Sequence[bool]) -> Tensor:
@@ -291,7 +294,11 @@ def turning_units_stay(
     layers = sorted({layer for piece in pieces for layer in piece.layers if layer is not None}) if group.layered else []
 
     def staying(bound: Tensor) -> set[Layer]:
-        near = (moved2 < bound.to(moved2.device)).flatten(1).all(1) if group.layered else (moved2 < bound.to(moved2.device))
+        near = (
+            (moved2 < bound.to(moved2.device)).flatten(1).all(1)
+            if group.layered
+            else (moved2 < bound.to(moved2.device))
+        )
         if not group.layered:
             return {None} if bool(near.all()) else set()
         return {layer for layer in layers if bool(near[layer])}
@@ -364,4 +371,6 @@ def _orbits_apart2(group: Group, pieces: Sequence[Piece], turns: Sequence[str]) 
 
 def _signature(pieces: Iterable[Piece]) -> object:
     """Return which parts of which parameters a certificate was computed over: it holds for these alone."""
-    return tuple((piece.anchor_block.names[piece.positions[0]], piece.anchor_block.steps, piece.positions) for piece in pieces)
+    return tuple(
+        (piece.anchor_block.names[piece.positions[0]], piece.anchor_block.steps, piece.positions) for piece in pieces
+    )

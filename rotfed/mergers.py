@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rotfed.errors import AlignmentError
+from rotfed.errors import AlignmentError, TransformError
 from rotfed.layout import check_parameters
 from rotfed.tensors import Params, compute_type, meta_of, round_to
 
@@ -88,7 +88,8 @@ class MeanOf(Mapping[str, Tensor]):
         return len(self.models[0])
 
     def __getitem__(self, name: str) -> Tensor:
-        return mean_tensor(name, [model[name] for model in self.models], self.shares, self.wide)
+        types = [meta_of(model)[name].dtype for model in self.models]
+        return _mean(name, (model[name] for model in self.models), types, self.shares, self.wide)
 
     def meta(self) -> Params:
         """Names, shapes and types of the mean."""
@@ -101,32 +102,34 @@ class MeanOf(Mapping[str, Tensor]):
         return compute_type(dtype) if self.wide and dtype.is_floating_point else dtype
 
 
-def mean_tensor(name: str, tensors: Sequence[Tensor], shares: Sequence[float], wide: bool = False) -> Tensor:
-    """The mean of one parameter, as in `weighted_mean`, by shares that sum to one; unless `wide`, in the first's type."""
-    first = tensors[0]
+def mean_tensor(name: str, tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The mean of one parameter, as in `weighted_mean`, by shares that sum to one."""
+    return _mean(name, tensors, [tensor.dtype for tensor in tensors], shares)
+
+
+def _mean(
+    name: str, tensors: Iterable[Tensor], types: Sequence[torch.dtype], shares: Sequence[float], wide: bool = False
+) -> Tensor:
+    """The mean of tensors, each of which is read, and let go, in turn; unless `wide`, in the type of the first."""
+    whole = not types[0].is_floating_point
     # What counts for nothing may be as large as it likes, and would leave the others its rounding.
-    counted = [(tensor.detach(), share) for tensor, share in zip(tensors, shares, strict=True) if share > 0]
-    base, _ = counted[0]
-    if all(tensor is base for tensor, _ in counted) and base.dtype == first.dtype:
-        return base
-    whole = not first.is_floating_point()
-    dtype = torch.float64 if whole else compute_type(*(tensor.dtype for tensor, _ in counted))
-    total = _weighted(counted, dtype)
-    if dtype == torch.float32 and not bool(total.sum().isfinite()):
-        # Differences or sums of large numbers may leave the range where the mean does not.
-        total = _weighted(counted, torch.float64)
-    if (wide and not whole) or total.dtype == first.dtype:
+    dtype = torch.float64 if whole else compute_type(*(t for t, share in zip(types, shares, strict=True) if share > 0))
+    total = base = None
+    device = None
+    for tensor, share in zip(tensors, shares, strict=True):
+        device = device or tensor.device
+        if share == 0:
+            continue
+        # From the first on, so that values on which all agree (a folded norm's ones) stay as they are.
+        if total is None or base is None:
+            base = tensor.detach().to(dtype)
+            total = base.clone()
+        else:
+            total.add_(tensor.detach().to(base.device, dtype) - base, alpha=share)
+    assert total is not None
+    if wide and not whole:
         return total
-    return restore_type(total, first.dtype, name, "in the mean; put a model of a wider type first").to(first.device)
-
-
-def _weighted(counted: Sequence[tuple[Tensor, float]], dtype: torch.dtype) -> Tensor:
-    # From the first on, so that values on which all agree (a folded norm's ones) stay as they are.
-    base = counted[0][0].to(dtype)
-    total = base.clone()
-    for tensor, share in counted[1:]:
-        total.add_(tensor.to(base.device, dtype) - base, alpha=share)
-    return total
+    return restore_type(total, types[0], name, "in the mean; put a model of a wider type first").to(device)
 
 
 def shared_rows(models: Sequence[Params]) -> list[Params]:
@@ -163,4 +166,9 @@ def restore_type(value: Tensor, dtype: torch.dtype, name: str, cause: str, sourc
         return value >= 0.5
     if not dtype.is_floating_point:
         return value.round().to(dtype)
+    if value.dtype == dtype:
+        # The sum of finite numbers in their own type may be none.
+        if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
+            raise TransformError(f"{name}: expected values that {dtype} can hold, found larger ones {cause}")
+        return value
     return round_to(value, dtype, name, cause, source, noise=1e-13)

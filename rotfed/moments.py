@@ -319,7 +319,9 @@ def mixed_axes(piece: Piece, groups: Iterable[str]) -> list[int]:
     )
 
 
-def solve(group: Group, terms: Iterable[Term], elements: Elements, pull: Pull, reflections: bool, noise: float) -> Tensor:
+def solve(
+    group: Group, terms: Iterable[Term], elements: Elements, pull: Pull, reflections: bool, noise: float
+) -> Tensor:
     """Return the elements of a group that bring the source nearest, those of the other groups held at `elements`."""
     others = {name: element for name, element in elements.items() if name != group.name}
     device = next((term.distance2.device for term in terms), torch.device("cpu"))

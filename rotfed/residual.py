@@ -103,6 +103,11 @@ def fold_norms(params: Mapping[str, Tensor], spec: SymmetrySpec) -> dict[str, Te
     return folded
 
 
+def folded(params: Params, spec: SymmetrySpec) -> Params:
+    """Return parameters as a spec needs them: with folded norms where it has the residual stream."""
+    return fold_norms(params, spec) if spec.residual else params
+
+
 def _beside(
     table: Mapping[str, tuple[str, ...]], ending: str, params: Params, streams: Params, layers: int
 ) -> Iterator[tuple[str, list[str]]]:

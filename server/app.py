@@ -21,7 +21,8 @@ from client.fingerprint import fingerprint
 from client.models import build_encoder, build_examples, build_tokenizer
 from client.settings import Settings, parse_settings
 from client.training import Evaluation, evaluate, pick_device, seed_everything
-from rotfed.flower import AlignedStrategy, MultiPartyStart, to_record, to_state_dict
+from rotfed.align import AlignOptions
+from rotfed.flower import AdapterStrategy, AlignedStrategy, MultiPartyStart, to_record, to_state_dict
 from server.grid import OrderedGrid
 from server.results import Recorder, environment, make_empty, whole_or_nothing
 
@@ -79,11 +80,11 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
     strategy = build_strategy(settings, model, train_metrics)
 
     def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        measured = measure(arrays, _residual(strategy))
+        measured = measure(arrays, _base_delta(strategy))
         entry: dict[str, Any] = {"round": server_round, "loss": measured.loss, "accuracy": measured.accuracy}
         if server_round > 0:
             entry["train"] = dict(last_train_metrics)
-            if isinstance(strategy, AlignedStrategy) and strategy.reports:
+            if isinstance(strategy, AlignedStrategy | AdapterStrategy) and strategy.reports:
                 entry["alignment"] = strategy.reports[-1].to_dict()
         recorder.add_round(entry)
         return MetricRecord({"loss": measured.loss, "accuracy": measured.accuracy})
@@ -110,10 +111,10 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
         evaluate_fn=evaluate_round,
     )
     if settings.save_model:
-        residual = _residual(strategy)
-        adapters.load_travelled(model, to_state_dict(result.arrays), residual)
+        left = _base_delta(strategy)
+        adapters.load_travelled(model, to_state_dict(result.arrays), left)
         with whole_or_nothing(settings.save_model) as folder:
-            kind = adapters.save(model, folder, residual)
+            kind = adapters.save(model, folder, left)
             if settings.reads_text:
                 build_tokenizer(settings).save_pretrained(folder)
         log(INFO, "Saved %s, of %s, in %s", kind, settings.model, settings.save_model)
@@ -138,17 +139,17 @@ def build_strategy(settings: Settings, model: adapters.Model, train_metrics: Tra
         inner = FedAvg(**fedavg)
     if not settings.align:
         return inner
-    options: dict[str, Any] = {
-        "groups": settings.groups,
-        "layers": settings.layers,
-        "proper": settings.proper,
-        "strength": settings.strength,
-        "aggregation": settings.aggregation or None,
-    }
     if settings.lora_rank:
-        return AlignedStrategy(inner, rotfed.load_adapter_spec(model), **options)
-    options |= {"anchor": settings.anchor, "min_gain": settings.min_gain, "carry": settings.carry}
-    return AlignedStrategy(inner, rotfed.load_spec(model, residual=settings.residual), **options)
+        return AdapterStrategy(
+            inner,
+            rotfed.load_adapter_spec(model),
+            aggregation=settings.aggregation or None,
+            reflections=settings.reflections,
+            strength=settings.strength,
+        )
+    spec = rotfed.load_spec(model, residual=settings.residual)
+    options = AlignOptions(settings.groups, settings.layers, settings.reflections, settings.strength)
+    return AlignedStrategy(inner, spec, settings.anchor, options, settings.min_gain, settings.next_round_from)
 
 
 def _measurement(model: adapters.Model, settings: Settings, corpus: Corpus) -> Measure:
@@ -157,11 +158,11 @@ def _measurement(model: adapters.Model, settings: Settings, corpus: Corpus) -> M
     held_out = build_examples(settings, corpus, corpus.test)
     device = pick_device()
 
-    def measure(arrays: ArrayRecord, residual: Mapping[str, Tensor]) -> Evaluation:
-        # The base weights stay as they were loaded, since every round's residual is the sum so far.
-        body = copy.deepcopy(model) if residual else model
+    def measure(arrays: ArrayRecord, left: Mapping[str, Tensor]) -> Evaluation:
+        # The base weights stay as they were loaded, since what every round leaves for them is the sum so far.
+        body = copy.deepcopy(model) if left else model
         # What a strategy sees of a reply may lack integer buffers, which no training changes.
-        adapters.load_travelled(body, {**adapters.travelling(body), **to_state_dict(arrays)}, residual)
+        adapters.load_travelled(body, {**adapters.travelling(body), **to_state_dict(arrays)}, left)
         return evaluate(body, encode, held_out, batch_size=settings.batch_size, device=device)
 
     return measure
@@ -171,5 +172,5 @@ def _arrays(reply: RecordDict) -> ArrayRecord:
     return next(iter(reply.array_records.values()))
 
 
-def _residual(strategy: Strategy) -> dict[str, Tensor]:
-    return strategy.residual if isinstance(strategy, AlignedStrategy) else {}
+def _base_delta(strategy: Strategy) -> dict[str, Tensor]:
+    return strategy.base_delta if isinstance(strategy, AdapterStrategy) else {}

@@ -13,9 +13,9 @@ from rotfed.adapters.factors import (
     Stack,
     aggregation_error,
     consensus,
+    left_over,
     nearest_frame,
     optimal,
-    residual,
     rotation,
 )
 from rotfed.adapters.spec import AdapterSpec, Module
@@ -26,7 +26,7 @@ from rotfed.tensors import Params, check_finite, to_work
 
 METHODS = ("mean", "rotation", "optimal", "exact", "exact-mean", "stack")
 # Those that leave something for the base weights.
-RESIDUAL = ("exact", "exact-mean", "stack")
+LEAVES_DELTA = ("exact", "exact-mean", "stack")
 
 # Residuals travel in float32: what that rounds away of an update is no component of its own.
 _FLOAT32 = torch.finfo(torch.float32).eps / 2
@@ -45,8 +45,8 @@ class Aggregated:
         One adapter a client, whose plain weighted mean is the result: the clients' own, turned, or the result itself.
     params
         The result, in the order and types of the anchor's parameters.
-    residual
-        By module, what is to be added to the base weights beside the adapter (`add_residual`); only of methods that
+    base_delta
+        By module, what is to be added to the base weights beside the adapter (`add_base_delta`); only of methods that
         leave something.
     errors, mean_errors
         By module, ||result - mean of products||_F / ||mean of products||_F of the method, and of the mean of factors.
@@ -57,7 +57,7 @@ class Aggregated:
     replies: tuple[dict[str, Tensor], ...] = field(repr=False)
     shares: tuple[float, ...]
     like: Params = field(repr=False)
-    residual: dict[str, Factors] = field(default_factory=dict, repr=False)
+    base_delta: dict[str, Factors] = field(default_factory=dict, repr=False)
     errors: dict[str, float] = field(default_factory=dict, repr=False)
     mean_errors: dict[str, float] = field(default_factory=dict, repr=False)
     error: float = 0.0
@@ -94,8 +94,8 @@ def aggregate_adapters(
         What takes the place of the mean of the clients' products `scale_i B_i A_i`: `"mean"` of factors;
         `"rotation"`, the mean of factors that were turned to the anchor's first (`rotation`; exact for clients that
         differ by rotations alone); `"optimal"`, the best approximation of the result's rank, in the frame nearest to
-        the anchor's; `"exact"`, that with a residual for the base weights, and `"exact-mean"`, the mean of factors
-        with one (FedEx-LoRA); `"stack"`, the anchor as it is, with everything else as a residual (FLoRA).
+        the anchor's; `"exact"`, that with a change of the base weights, and `"exact-mean"`, the mean of factors
+        with one (FedEx-LoRA); `"stack"`, the anchor as it is, with everything else as such a change (FLoRA).
     anchor
         The adapter before, whose types and frame the result has; without, the first of `adapters`. Each module has
         the highest of its ranks, the anchor's among them.
@@ -159,11 +159,11 @@ def aggregate_adapters(
             for number, reply in enumerate(replies):
                 reply.update(written[number if len(written) > 1 else 0])
             error, mean_error, norm = (each[index] for each in norms)
-            if method in RESIDUAL:
+            if method in LEAVES_DELTA:
                 # From what will be sent, so that its rounding is made good, too.
                 sent = module.read({name: tensor.to(like[name].dtype) for name, tensor in written[0].items()})
                 own = [client.at(index) for client in clients]
-                rest = residual(own, shares, sent, _FLOAT32 * norm)
+                rest = left_over(own, shares, sent, _FLOAT32 * norm)
                 whole = Factors(torch.cat([sent.B, rest.B], -1), torch.cat([sent.A, rest.A], -2))
                 error = float(aggregation_error(whole, own, shares)[0])
                 if rest.rank:
@@ -186,7 +186,7 @@ def aggregate_adapters(
     )
 
 
-def check_rotation(reflections: bool, strength: float, max_sweeps: int) -> None:
+def check_rotation(reflections: bool, strength: float, max_sweeps: int = 1) -> None:
     """Raise AlignmentError for options that no rotation has."""
     if not isinstance(reflections, bool):
         raise AlignmentError(f"reflections: expected True or False, found {reflections!r}")

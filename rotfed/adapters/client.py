@@ -13,7 +13,7 @@ from rotfed.tensors import check_finite
 
 TRAINED = ("both", "A", "B")
 
-_ADDED = "_rotfed_residual_added"
+_ADDED = "_rotfed_base_delta_added"
 
 
 def train_factors(model: nn.Module, which: str = "both") -> None:
@@ -31,52 +31,52 @@ def train_factors(model: nn.Module, which: str = "both") -> None:
         parameters[module.b].requires_grad_(which != "A")
 
 
-def residual_record(residual: Mapping[str, Tensor | Factors]) -> dict[str, Tensor]:
-    """Residual factors, by module, under names in float32, as they travel to clients; what has its name keeps it."""
+def delta_record(left: Mapping[str, Tensor | Factors]) -> dict[str, Tensor]:
+    """Factors of a change of the base, by module, under names in float32, as they travel to clients; what has its name keeps it."""
     record: dict[str, Tensor] = {}
-    for name, found in residual.items():
+    for name, found in left.items():
         if isinstance(found, Factors):
-            record |= {f"{name}.residual_B": found.B.float(), f"{name}.residual_A": found.A.float()}
+            record |= {f"{name}.delta_B": found.B.float(), f"{name}.delta_A": found.A.float()}
         else:
             record[name] = found
     return record
 
 
-def read_residual(residual: Mapping[str, Tensor | Factors]) -> dict[str, Factors]:
-    """The factors of a residual, by module, from its record or from an `Aggregated`'s.
+def read_delta(left: Mapping[str, Tensor | Factors]) -> dict[str, Factors]:
+    """The factors of a change of the base, by module, from its record or from an `Aggregated`'s.
 
     Raises AlignmentError where they are no finite pairs.
     """
-    record = residual_record(residual)
-    modules = dict.fromkeys(name.rpartition(".residual_")[0] for name in record)
-    if odd := sorted(record.keys() ^ {f"{module}.residual_{side}" for module in modules for side in "BA"}):
-        raise AlignmentError(f"{odd[0]}: expected residual_B and residual_A of a module, found one alone; pass both")
+    record = delta_record(left)
+    modules = dict.fromkeys(name.rpartition(".delta_")[0] for name in record)
+    if odd := sorted(record.keys() ^ {f"{module}.delta_{side}" for module in modules for side in "BA"}):
+        raise AlignmentError(f"{odd[0]}: expected delta_B and delta_A of a module, found one alone; pass both")
     for name, tensor in record.items():
         if found := no_plain_tensor(tensor):
             raise AlignmentError(f"{name}: expected a dense torch.Tensor, found {found}; convert it first")
-    check_finite(record, "residual")
-    factors = {name: Factors(record[f"{name}.residual_B"], record[f"{name}.residual_A"]) for name in modules}
+    check_finite(record, "change of the base")
+    factors = {name: Factors(record[f"{name}.delta_B"], record[f"{name}.delta_A"]) for name in modules}
     for name, (B, A) in factors.items():
         if (B.ndim, A.ndim) != (2, 2) or B.shape[1] != A.shape[0]:
             raise AlignmentError(
-                f"{name}: expected a residual of two factors, found shapes {tuple(B.shape)} and {tuple(A.shape)}; pass "
+                f"{name}: expected two factors of a change, found shapes {tuple(B.shape)} and {tuple(A.shape)}; pass "
                 "what the server sent"
             )
     return factors
 
 
-def add_residual(model: nn.Module, residual: Mapping[str, Tensor | Factors]) -> None:
+def add_base_delta(model: nn.Module, left: Mapping[str, Tensor | Factors]) -> None:
     """Add what a server's `"exact"` or `"stack"` aggregation left over to the base weights of a PEFT model.
 
     Parameters: `model`, a PeftModel (or what has the same module names) over the base model as it was loaded;
-    `residual`, what the server sent beside the adapter: `to_state_dict(message.content["residual"])`, the sum over all
-    rounds; or `aggregate_adapters(...).residual`. The model is changed. Raises AlignmentError, with nothing changed,
-    where a residual was added before (by another PeftModel over the same base, too), where a base weight is quantised,
+    `left`, what the server sent beside the adapter: `to_state_dict(message.content["base-delta"])`, the sum over all
+    rounds; or `aggregate_adapters(...).base_delta`. The model is changed. Raises AlignmentError, with nothing changed,
+    where a change was added before (by another PeftModel over the same base, too), where a base weight is quantised,
     tied to another or of another shape.
     """
     if any(getattr(part, _ADDED, False) for part in model.modules()):
         raise AlignmentError(
-            "residual: expected the base model as it was loaded, found one that has one already; the server sends "
+            "base delta: expected the base model as it was loaded, found one that has one already; the server sends "
             "the sum over all rounds, so load the base model anew"
         )
     owners: dict[int, set[int]] = {}
@@ -84,7 +84,7 @@ def add_residual(model: nn.Module, residual: Mapping[str, Tensor | Factors]) -> 
         for parameter in part.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(id(part))
     moved: dict[int, tuple[nn.Module, Factors, bool]] = {}
-    for name, (B, A) in read_residual(residual).items():
+    for name, (B, A) in read_delta(left).items():
         try:
             layer = model.get_submodule(name)
         except AttributeError as error:
@@ -101,7 +101,7 @@ def add_residual(model: nn.Module, residual: Mapping[str, Tensor | Factors]) -> 
         if not isinstance(weight, Tensor) or not plain or list(weight.flatten(1).shape) != flat:
             found = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else "none"
             raise AlignmentError(
-                f"{name}: expected a floating-point base weight of shape {tuple(flat)}, found {found}; a residual can "
+                f"{name}: expected a floating-point base weight of shape {tuple(flat)}, found {found}; a change can "
                 "be added to plain weights only, so aggregate quantised models by 'optimal'"
             )
         if len(owners[id(weight)]) > 1:

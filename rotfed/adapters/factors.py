@@ -176,7 +176,7 @@ def stacked(clients: Sequence[Factors], shares: Sequence[float]) -> Factors:
     return Factors(stack.B * stack.shares, stack.A)
 
 
-def residual(
+def left_over(
     clients: Sequence[Factors], shares: Sequence[float], result: Factors | None = None, smallest: float = 0.0
 ) -> Factors:
     """What the mean of products has beyond `result` (FedEx-LoRA, arXiv 2410.09432), at the lowest rank that holds it.

@@ -11,7 +11,7 @@ import typer
 from torch import Tensor
 
 import rotfed
-from rotfed.align import align
+from rotfed.align import AlignOptions, align
 from rotfed.barrier import barrier_of, line, losses_along, score
 from rotfed.checkpoints import (
     Checkpoint,
@@ -56,7 +56,7 @@ def barrier(
         console.print(stream)
         model = model_with(checkpoints[0], checkpoints[0].params)
         batches = batches_of(read_examples(data, model), batch_size)
-        alignment = align(source, anchor, spec, layers=chosen)
+        alignment = align(source, anchor, spec, AlignOptions(layers=chosen))
         lines = {}
         for when, ends in (("before", common.models), ("after", [anchor, alignment.params])):
             # Their names in memory, where each is one tensor that the model computes with.

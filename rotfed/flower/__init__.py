@@ -1,6 +1,7 @@
-"""rotfed inside Flower: a strategy and a start for servers, a mod and a party for clients, and the codec between."""
+"""rotfed inside Flower: strategies and a start for servers, mods and a party for clients, and the codec between."""
 
-from rotfed.flower.mods import align_mod
+from rotfed.flower.adapters import AdapterStrategy
+from rotfed.flower.mods import adapter_mod, align_mod
 from rotfed.flower.multi_party import MultiPartyStart, StartReport
 from rotfed.flower.party import register_party
 from rotfed.flower.records import to_record, to_state_dict
@@ -9,12 +10,14 @@ from rotfed.flower.strategy import AlignedStrategy, RotFedAvg
 
 __all__ = [
     "AdapterReport",
+    "AdapterStrategy",
     "AlignedStrategy",
     "ClientReport",
     "MultiPartyStart",
     "RotFedAvg",
     "RoundReport",
     "StartReport",
+    "adapter_mod",
     "align_mod",
     "register_party",
     "to_record",

@@ -15,11 +15,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
-from rotfed.align import Alignment, align
-from rotfed.anchors import align_all, chosen_anchor
-from rotfed.descent import Anchor, Params
+from rotfed.align import DEFAULTS, Alignment, AlignOptions, align
 from rotfed.errors import AlignmentError, RecordError, RotfedError
-from rotfed.flower.mods import align_options, folded
 from rotfed.flower.party import (
     ALIGN,
     DESCEND,
@@ -45,10 +42,14 @@ from rotfed.flower.replies import (
     widened,
 )
 from rotfed.flower.reports import ClientReport
+from rotfed.frames import align_all, chosen_anchor
+from rotfed.layout import lay_out
 from rotfed.learned import LearnedAlignment
 from rotfed.mergers import weighted_mean
-from rotfed.spec import SymmetrySpec
-from rotfed.transform import Transform, to_work
+from rotfed.residual import folded
+from rotfed.spec import SymmetrySpec, check_is_spec
+from rotfed.tensors import Params, to_work
+from rotfed.transform import Transform
 
 START_ANCHORS = ("progressive", "tree", "medoid", "consensus")
 IN_TURN = ("progressive", "tree")
@@ -110,7 +111,7 @@ class MultiPartyStart:
         Parameters of a model in whose frame the result is expressed; it lends its frame and shapes only.
     min_parties, min_available_nodes
         How many usable models there must be, and how many nodes to wait for before all that are connected are asked.
-    groups, layers, proper, strength, max_sweeps
+    options
         As in `rotfed.align`, wherever the weights alone decide.
 
     A party that is lost, fails, or sends what cannot be used is skipped and named. Where it is lost in its step but has
@@ -127,13 +128,11 @@ class MultiPartyStart:
         rounds: int = 10,
         min_parties: int = 2,
         min_available_nodes: int = 2,
-        groups: Iterable[str] | None = None,
-        layers: Iterable[int] | None = None,
-        proper: bool = False,
-        strength: float = 1.0,
-        max_sweeps: int = 20,
+        options: AlignOptions = DEFAULTS,
     ) -> None:
-        self.options = align_options(spec, groups, layers, proper, strength, max_sweeps)
+        check_is_spec(spec)
+        options.select(spec)
+        self.options = options
         anchor = chosen_anchor(anchor, START_ANCHORS)
         if learned not in (None, *LEARNED):
             raise AlignmentError(f"learned: expected None or one of {', '.join(LEARNED)}, found {learned!r}")
@@ -154,7 +153,7 @@ class MultiPartyStart:
         self.anchor = anchor
         self.learned = learned
         self.submit = submit
-        self.reference = None if reference is None else Anchor(folded(reference, spec), spec)
+        self.reference = None if reference is None else dict(folded(reference, spec))
         self.rounds = rounds
         self.min_parties = min_parties
         self.min_available_nodes = max(min_parties, min_available_nodes)
@@ -254,7 +253,7 @@ class _Run:
         if self.start.learned != "own":
             weights = [party.weight for party in joined]
             models = [party.mean for party in joined]
-            aligned = align_all(models, self.spec, self.start.anchor, weights, reference, **self.start.options)
+            aligned = align_all(models, self.spec, self.start.anchor, weights, reference, options=self.start.options)
             for party, alignment in zip(joined, aligned, strict=True):
                 self._note(party.weights, figures(alignment))
             near = [_Joined(party.weights, alignment.params) for party, alignment in zip(joined, aligned, strict=True)]
@@ -388,10 +387,10 @@ class _Run:
             )
         params: Params = match_params(entry.params, entry.params)
         if self.like is None:
-            self.spec.resolve(params, folded=False)
+            lay_out(params, self.spec, folded=False)
             params = folded(params, self.spec)
         else:
-            self.spec.resolve(params)
+            lay_out(params, self.spec)
         # The common types have to hold it; in its own it makes a better mean.
         like = self.like or params
         match_params(params, like)
@@ -466,7 +465,7 @@ class _Run:
     # --- what is remembered ------------------------------------------------------------------------------------------
 
     def _nearest(self, source: Params, anchor: Params) -> Alignment:
-        return align(source, anchor, self.spec, **self.start.options)
+        return align(source, anchor, self.spec, self.start.options)
 
     def _note(self, members: Iterable[int], figured: Mapping[str, float]) -> None:
         for node in members:

@@ -15,21 +15,22 @@ those that others handed in.
 Every reply states its weight, `num-examples`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from rotfed.align import Alignment, align
-from rotfed.frames import AlignPair
-from rotfed.descent import Params
+from rotfed.align import Alignment, AlignOptions, align
 from rotfed.errors import RecordError
-from rotfed.flower.mods import folded
 from rotfed.flower.records import to_record, to_state_dict
+from rotfed.frames import AlignPair
 from rotfed.learned import LearnedAlignment
+from rotfed.residual import folded
 from rotfed.spec import SymmetrySpec, check_is_spec
+from rotfed.tensors import Params
 
 SUBMIT, ALIGN, KEEP, DESCEND = (f"query.rotfed_{action}" for action in ("submit", "align", "keep", "descend"))
 
@@ -110,8 +111,8 @@ def register_party(
                 raise RecordError("refine: expected by the server, not given; pass refine to register_party")
             alignment = refine(context)(source, anchor, weight / (weight + anchor_weight))
         else:
-            alignment = align(source, anchor, own_spec, **read_options(config))
-        moved = alignment.transform.elements if config["keeps-source"] else alignment.params
+            alignment = align(source, anchor, own_spec, read_options(config))
+        moved: Params = alignment.transform.elements if config["keeps-source"] else alignment.params
         return _reply(message, weight, moved, **figures(alignment))
 
     @app.query(_action(KEEP), mods=mods)
@@ -162,14 +163,15 @@ def figures(alignment: Alignment) -> dict[str, float]:
     return dict(zip(FIGURES, found, strict=True))
 
 
-def write_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `rotfed.align` as entries of a ConfigRecord."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+def write_options(options: AlignOptions) -> dict[str, Any]:
+    """Return options of alignment as entries of a ConfigRecord; those that are None are left out."""
+    entries = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(options).items()}
+    return {name: value for name, value in entries.items() if value is not None}
 
 
-def read_options(config: ConfigRecord) -> dict[str, Any]:
-    """The options of `rotfed.align` that `write_options` wrote."""
-    return {name: config[name] for name in ("groups", "layers", "proper", "strength", "max_sweeps")}
+def read_options(config: ConfigRecord) -> AlignOptions:
+    """Return the options of alignment that `write_options` wrote."""
+    return AlignOptions(**{field.name: config[field.name] for field in fields(AlignOptions) if field.name in config})  # type: ignore[arg-type]
 
 
 def _action(message_type: str) -> str:

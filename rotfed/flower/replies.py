@@ -8,9 +8,9 @@ import torch
 from flwr.app import Error, Message
 from torch import Tensor
 
-from rotfed.descent import check_finite
 from rotfed.errors import RecordError, RotfedError
 from rotfed.flower.records import to_state_dict
+from rotfed.tensors import check_finite
 
 # Flower's own codes end at 8 or so; a reply that rotfed refused is told from one that failed on its way.
 REFUSED = 1101
@@ -119,7 +119,7 @@ def _taken_out(reply: Message) -> dict[str, Tensor]:
     records = list(reply.content.array_records.values())
     if len(records) != 1:
         raise RecordError(f"arrays: expected one ArrayRecord, found {len(records)}; send the model as one record")
-    found = to_state_dict(records[0])
+    found = to_state_dict(records[0], shared=True)
     records[0].clear()
     return found
 

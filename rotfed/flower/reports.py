@@ -20,8 +20,8 @@ class RoundReport:
     """One round: its clients, the nodes that were refused and why, and the seconds it took.
 
     `groups` are those that were aligned, none where no frame differed; `gain` is the largest gain of any, in units of
-    what it would be on noise, and infinite where units had changed places; `carried`, whether the next round starts
-    from the "plain" or the "aligned" mean.
+    what it would be on noise, and infinite where units had changed places; `next_round_from`,
+    whether the next round starts from the "plain" or the "aligned" mean.
     """
 
     round: int
@@ -29,7 +29,7 @@ class RoundReport:
     clients: tuple[ClientReport, ...]
     groups: tuple[str, ...] = ()
     gain: float = 0.0
-    carried: str = "plain"
+    next_round_from: str = "plain"
     refused: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 

@@ -1,325 +1,353 @@
-"""Alignment around any Flower strategy that speaks the message API."""
+"""Whole models: alignment around any Flower strategy that speaks the message API."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from logging import INFO, WARNING
+from collections.abc import Iterable, Iterator, Sequence
+from logging import INFO
+from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    FedAvg,
-    Strategy,
-)
+from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from torch import Tensor
 
-from rotfed.adapters import AdapterSpec
-from rotfed.adapters.client import residual_record
-from rotfed.adapters.factors import Factors
-from rotfed.descent import check_finite
-from rotfed.errors import AlignmentError, RecordError
-from rotfed.flower.adapters import RESIDUAL_KEY, AdapterRounds, averages, chain
-from rotfed.flower.models import ModelRounds
-from rotfed.flower.mods import refuse_options
+from rotfed.align import DEFAULTS, Alignment, AlignOptions, align
+from rotfed.errors import AlignmentError
 from rotfed.flower.records import to_record, to_state_dict
-from rotfed.flower.replies import floating, match_params, record_key, sort_replies, widened
-from rotfed.flower.reports import AdapterReport, RoundReport
+from rotfed.flower.replies import Received, Usable, match_params, record_key
+from rotfed.flower.reports import ClientReport, RoundReport
+from rotfed.flower.spill import Arriving, Spill, Spilled
+from rotfed.flower.wrapper import Wrapper, averages, tied
+from rotfed.frame_test import MIN_GAIN, Framed, align_where_frames_differ, check_min_gain
+from rotfed.frames import chosen_anchor, follow
+from rotfed.layout import lay_out
+from rotfed.matching import Anchor
 from rotfed.mergers import mean_tensor, normalised_weights
+from rotfed.residual import folded
 from rotfed.spec import SymmetrySpec
+from rotfed.tensors import Params, check_finite
 
-_PRIVATE = (
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-)
+# In a round all clients come from one model: joining them one by one or two by two is for models of their own.
+ROUND_ANCHORS = ("global", "medoid", "consensus")
+STARTS = ("auto", "plain", "aligned")
+
+# The inner strategy aggregates what clients report; of a weighted mean, rotfed computes the model itself.
+_NO_MODEL = {"rotfed": torch.zeros(1)}
 
 
-class AlignedStrategy(Strategy):
+class AlignedStrategy(Wrapper):
     """Bring every reply into one frame, then let another strategy aggregate.
 
     Parameters
     ----------
     inner
-        Any message-API strategy: FedAvg, FedAdam, Krum, a differential-privacy wrapper, your own. It sees replies
-        that are aligned, named and ordered like the model sent out, with float32 in place of half precision and no
-        integer buffers. Alignment belongs outermost: wrap it around a privacy wrapper, not the reverse, which would
-        clip before aligning.
+        Any message-API strategy: FedAvg, FedAdam, Krum, a differential-privacy wrapper, your own. Alignment belongs
+        outermost: wrap it around a privacy wrapper, not the reverse, which would clip before aligning.
     spec
-        The bound spec of the model, from `rotfed.load_spec`, or a LoRA adapter's, from `rotfed.load_adapter_spec`. With
-        the residual stream the norms of the model sent out and of every reply are folded where that needs it
-        (`rotfed.fold_norms`), so that what clients train and what comes out has other weights than without, of the same
-        function at the start.
+        The bound spec of the model, from `rotfed.load_spec`. With the residual stream the norms of the model sent out
+        and of every reply are folded where that needs it (`rotfed.fold_norms`), so that what clients train and what
+        comes out has other weights than without, of the same function at the start.
     anchor
         `"global"`: the model that was sent out. `"medoid"` or `"consensus"`: what the clients agree on, in the frame
         nearest to the model that was sent out (see `rotfed.align_all`). Only `"global"` keeps one client's influence
-        bounded, so it is the only one allowed around differential privacy, and the default there and of adapters;
-        since no reply moves away from the model sent out, a clipping bound that held before holds after. Elsewhere the
-        consensus is the default.
-    groups, layers, proper, strength, max_sweeps
-        As in `rotfed.align`.
+        bounded, so it is the only one allowed around differential privacy, and the default there; since no reply moves
+        away from the model sent out, a clipping bound that held before holds after. Elsewhere the consensus is the
+        default.
+    options
+        Groups, layers, and how they are aligned: see `rotfed.AlignOptions`.
     min_gain
-        Of whole models: a round whose frames do not differ is aggregated as it came, to the bit. Only those groups are
-        aligned that gain more, in units of what they would gain on noise (see `rotfed.evidence`); 0.75 by default. 0
-        aligns every round, infinity none.
-    carry
-        Of whole models, around FedAvg and its like: what the next round starts from. `"plain"`, the mean of the replies
-        as they came: the rounds run as without alignment, and each delivers the aligned mean. `"aligned"`: what was
-        delivered. `"auto"`, the default: plain while clients lie a little apart, as they do that started from one
-        model, and aligned where they lie in frames of their own (units changed places, or alignment takes away more
-        than half of the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model;
-        that it is the better start was not shown (docs/benchmark.md).
-    aggregation
-        Of adapters only, which are sent and answered as `get_peft_model_state_dict(model)` gives them: what stands for
-        the mean of updates, `"optimal"` by default (`"rotation"` around differential privacy, `"mean"` with a frozen
-        factor; see `rotfed.aggregate_adapters`). `inner` sees replies whose mean is the result. `"exact"` and
-        `"stack"` leave a residual for the base weights: it is sent beside the adapter as the record `"residual"`, for
-        `rotfed.add_residual`, and `residual` holds it, summed over all rounds. `anchor`, `proper` and `strength`
-        are those of `"rotation"`, refused with any other; `groups` and `layers` have no meaning.
-    over
-        Of adapters, `"rotation"` only: over `"both"` factors, `"A"`, `"B"`, or `"alternate"`, A in the first round and
-        B in the next, which with `strength` is FedRot-LoRA (arXiv 2602.23638).
-    train
-        Of adapters only: `"both"` factors; `"B"` alone, A frozen as it was sent (FFA-LoRA, arXiv 2403.12313); or
-        `"alternate"`, B in the first round and A in the next (RoLoRA, arXiv 2502.01755). The train config says which
-        under `"rotfed-train"`, for `rotfed.train_factors`; a reply that changed the other is refused.
+        A round whose frames do not differ is aggregated as it came, to the bit. Only those groups are aligned that gain
+        more, in units of what they would gain on noise (see `rotfed.frame_test`). 0 aligns every round, infinity none.
+    next_round_from
+        Around FedAvg and its like: what the next round starts from. `"plain"`, the mean of the replies as they came:
+        the rounds run as without alignment, and each delivers the aligned mean. `"aligned"`: what was delivered.
+        `"auto"`, the default: plain while clients lie a little apart, as they do that started from one model, and
+        aligned where they lie in frames of their own (units changed places, or alignment takes away more than half of
+        the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model; that it is
+        the better start was not shown (docs/benchmark.md).
+    spill_folder
+        Around FedAvg and its like replies are kept in a file without a name, in this folder, the system's temporary one
+        by default; memory then holds a few models, however many clients answer. Any other strategy gets all replies at
+        once, and memory holds them.
 
-    Clients' adapters may have lower ranks than the server's; each node is sent its own rank once it has answered, and
-    the highest before, which `rotfed.fit_adapter` fits to it.
-
-    A reply that cannot be used (not finite, misshapen, incomplete, without a weight) is refused with its node and
-    reason, and reaches `inner` as an error reply, so that `inner`'s own rule for failures applies. `reports` holds
-    one `RoundReport` (`AdapterReport` for adapters) a round; its figures are also in the round's metrics.
+    `reports` holds one `RoundReport` a round; its figures are also in the round's metrics. See `Wrapper` for replies
+    that cannot be used.
     """
 
     def __init__(
         self,
         inner: Strategy,
-        spec: SymmetrySpec | AdapterSpec,
+        spec: SymmetrySpec,
         anchor: str | None = None,
-        groups: Iterable[str] | None = None,
-        layers: Iterable[int] | None = None,
-        proper: bool = False,
-        strength: float = 1.0,
-        max_sweeps: int = 20,
-        min_gain: float | None = None,
-        carry: str | None = None,
-        aggregation: str | None = None,
-        over: str | None = None,
-        train: str | None = None,
+        options: AlignOptions = DEFAULTS,
+        min_gain: float = MIN_GAIN,
+        next_round_from: str = "auto",
+        spill_folder: str | Path | None = None,
     ) -> None:
-        if not isinstance(inner, Strategy):
-            raise TypeError(f"inner: expected a flwr.serverapp.strategy.Strategy, found {type(inner).__name__}")
-        private = self._private = next((type(one).__name__ for one in chain(inner) if isinstance(one, _PRIVATE)), "")
-        self.rounds: ModelRounds | AdapterRounds
-        if isinstance(spec, AdapterSpec):
-            refuse_options("an adapter", groups=groups, layers=layers, min_gain=min_gain, carry=carry)
-            self.rounds = AdapterRounds(
-                spec, chain(inner), private, anchor or "global", proper, strength, max_sweeps, aggregation, over, train
-            )
-        else:
-            refuse_options("a whole model", aggregation=aggregation, over=over, train=train)
-            options = (anchor, groups, layers, proper, strength, max_sweeps, min_gain, carry)
-            self.rounds = ModelRounds(spec, private, *options, averages(inner))
-        self.inner = inner
+        super().__init__(inner)
+        self.layers, self.groups = options.select(spec)
         self.spec = spec
-        self.reports: list[RoundReport | AdapterReport] = []
-        self._broadcast: dict[str, Tensor] = {}
-        self._last: tuple[ArrayRecord, ArrayRecord] | None = None
-        self._sent: list[Message] = []
+        self.options = options
+        self.min_gain = check_min_gain(min_gain)
+        self.anchor = chosen_anchor(anchor or ("global" if self.private else "consensus"), ROUND_ANCHORS)
+        if self.private and self.anchor != "global":
+            raise AlignmentError(
+                f"anchor: expected 'global' around {self.private}, found {self.anchor!r}; aligning one client's "
+                "reply to those of others lets it depend on their data, which breaks the privacy accounting"
+            )
+        self.averages = averages(inner)
+        if next_round_from not in STARTS or (next_round_from == "plain" and not self.averages):
+            allowed = ", ".join(name for name in STARTS if self.averages or name != "plain")
+            raise AlignmentError(
+                f"next_round_from: expected one of {allowed}, found {next_round_from!r}; 'plain' is for strategies that "
+                "take the weighted mean of the replies, such as FedAvg and FedProx"
+            )
+        self.next_round_from = next_round_from
+        self.spill_folder = None if spill_folder is None else Path(spill_folder)
+        self.reports: list[RoundReport] = []
+        # What was delivered, and what the next round starts from in its place.
+        self._delivered: tuple[ArrayRecord, ArrayRecord] | None = None
 
-    @property
-    def weight_key(self) -> str:
-        """The metric by which the inner strategy weights replies."""
-        return str(
-            next((s.weighted_by_key for s in chain(self.inner) if hasattr(s, "weighted_by_key")), "num-examples")
-        )
+    def settings(self) -> list[tuple[str, str]]:
+        """Return the settings as `summary` logs them."""
+        return [
+            ("Spec", f"{self.spec.source} ({self.spec.model_type})"),
+            ("Anchor", f"'{self.anchor}'"),
+            ("Groups", ", ".join(self.groups)),
+            ("Layers", f"{_span(self.layers)} of {self.spec.num_layers}"),
+            ("Rotations", "O(n)" if self.options.reflections else "SO(n)"),
+            ("Strength", f"{self.options.strength:g}"),
+            ("Least gain over noise", f"{self.min_gain:g}"),
+            ("Next round from", self.next_round_from),
+        ]
 
-    @property
-    def residual(self) -> dict[str, Tensor]:
-        """What all rounds so far left for the base weights, for `rotfed.add_residual`; empty of most methods."""
-        return dict(self.rounds.residual)
-
-    @residual.setter
-    def residual(self, left: Mapping[str, Tensor | Factors]) -> None:
-        """Go on from the residual of an earlier run, with the adapter that it belongs to."""
-        self.rounds.residual = residual_record(left)
-
-    def summary(self) -> None:
-        """Log the alignment's settings, then the inner strategy's."""
-        log(INFO, "\t├──> Alignment:")
-        *settings, last = self.rounds.settings()
-        for name, value in settings:
-            log(INFO, "\t│\t├── %s: %s", name, value)
-        log(INFO, "\t│\t└── %s: %s", *last)
-        log(INFO, "\t├──> Inner strategy: %s", type(self.inner).__name__)
-        self.inner.summary()
+    def start(self, grid: Grid, *arguments: Any, **keywords: Any) -> Result:
+        """Run the rounds, as Flower's `Strategy.start`; around FedAvg and its like replies are taken as they arrive."""
+        return super().start(Arriving(grid) if self.averages else grid, *arguments, **keywords)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Remember the model that goes out, and let the inner strategy choose to whom."""
-        if self._last is not None and arrays == self._last[0]:
-            arrays = self._last[1]
-        self._broadcast = self.rounds.begin(server_round, to_state_dict(arrays), config)
-        self.spec.resolve(self._broadcast)
-        check_finite(self._broadcast, "model sent out")
-        self._sent = self._narrowed(self.inner.configure_train(server_round, self._widened(), config, grid))
-        return self._sent
+        if self._delivered is not None and arrays == self._delivered[0]:
+            arrays = self._delivered[1]
+        sent = to_state_dict(arrays, shared=True)
+        self.broadcast = dict(folded(sent, self.spec))
+        lay_out(self.broadcast, self.spec)
+        check_finite(self.broadcast, "model sent out")
+        as_it_came = all(self.broadcast[name] is tensor for name, tensor in sent.items())
+        return self.send_out(server_round, arrays if as_it_came else to_record(self.broadcast), config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Align the usable replies, let the inner strategy aggregate them, restore names, types and shapes."""
-        if not self._broadcast:
-            raise RecordError("aggregate_train: expected configure_train to have sent a model out first")
         started = time.perf_counter()
-        received = sort_replies(replies, self._sent, self.weight_key, self.rounds.read)
-        for node_id, reason in received.refused.items():
-            log(WARNING, "aggregate_train: node %d left out of round %d: %s", node_id, server_round, reason)
-        models, report = self.rounds.combine(received, received.refused, started)
-        self.reports.append(report)
-        log(INFO, "aggregate_train: %s", report.line())
-        weights = [entry.weight for entry in received.usable]
-        for entry, model in zip(received.usable, models, strict=True):
-            entry.reply.content[record_key(entry.reply)] = to_record(widened(floating(model), torch.float32))
-        merged, metrics = self.inner.aggregate_train(server_round, received.messages)
-        for entry in received.usable:
-            # Flower keeps a round's replies until the next round has ended.
-            entry.reply.content[record_key(entry.reply)].clear()
-        arrays = None if merged is None or not models else self._restored(merged, models, weights)
+        aggregate = self._by_mean if self.averages else self._by_inner
+        spill = Spill(self.spill_folder)
+        try:
+            received = self.receive(server_round, replies, lambda entry: self._read(entry, spill))
+            arrays, metrics = aggregate(server_round, received, spill, started)
+        finally:
+            spill.close()
+            self.done()
         if arrays is not None:
             metrics = MetricRecord() if metrics is None else metrics
-            metrics.update(report.metrics())
-            self.rounds.settle()
-            self._last = None
-            if self.rounds.delivered:
-                delivered = to_record(self._typed({**to_state_dict(arrays), **self.rounds.delivered}))
-                # A copy, by value: whoever drives the rounds may copy what was delivered, and may change it.
-                self._last = ArrayRecord(dict(delivered.items())), arrays
-                arrays = delivered
-        self._sent = []
+            metrics.update(self.reports[-1].metrics())
         return arrays, metrics
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Let the inner strategy choose who evaluates."""
-        self._broadcast = to_state_dict(arrays)
-        messages = self.inner.configure_evaluate(server_round, self._widened(), config, grid)
-        self._sent = self._narrowed(messages)
-        return self._sent
+    def _read(self, entry: Usable, spill: Spill) -> Params:
+        """Return a reply's model, as it is kept through the round. Raises RotfedError to refuse it."""
+        params = folded(match_params(entry.params, self.broadcast), self.spec)
+        return spill.keep(params) if self.averages else dict(params)
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Let the inner strategy aggregate the usable evaluations."""
-        received = sort_replies(replies, self._sent, self.weight_key, read=None)
-        for node_id, reason in received.refused.items():
-            log(WARNING, "aggregate_evaluate: node %d left out of round %d: %s", node_id, server_round, reason)
-        self._sent = []
-        return self.inner.aggregate_evaluate(server_round, received.messages)
+    # --- any strategy ------------------------------------------------------------------------------------------------
 
-    def _widened(self) -> ArrayRecord:
-        """A copy of the model sent out as the inner strategy may compute with it."""
-        return to_record(widened(floating(self._broadcast), torch.float32))
-
-    def _narrowed(self, messages: Iterable[Message]) -> list[Message]:
-        """The inner strategy's messages with the model in its own types and with its buffers."""
-        done: dict[tuple[int, ...], ArrayRecord] = {}
-        residual = to_record(self.rounds.residual) if self.rounds.residual else None
-        listed = list(messages)
-        for message in listed:
-            node_id = message.metadata.dst_node_id
-            # Strategies give all messages one content.
-            content = RecordDict(dict(message.content.items()))
-            for key, record in list(content.array_records.items()):
-                if set(record) == set(floating(self._broadcast)):
-                    # Most strategies send one record to all nodes: pack it once.
-                    packed = (id(record), *self.rounds.ranks(node_id))
-                    if packed not in done:
-                        done[packed] = to_record(self.rounds.for_node(node_id, self._typed(to_state_dict(record))))
-                    content[key] = done[packed]
-            if residual is not None:
-                content[RESIDUAL_KEY] = residual
-            message.content = content
-        return listed
-
-    def _typed(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`params` in the order and types of the model sent out, whose buffers fill the places of those missing."""
-        return {name: params[name].to(like.dtype) if name in params else like for name, like in self._broadcast.items()}
-
-    def _restored(
-        self, merged: ArrayRecord, models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]
-    ) -> ArrayRecord | None:
-        """What the inner strategy made, as a model like the one sent out; None where it is not finite."""
-        expected = floating(self._broadcast)
-        try:
-            params = match_params(to_state_dict(merged), expected)
-        except AlignmentError as error:
-            log(
-                WARNING,
-                "aggregate_train: %s made a model that is not finite, so the last one stays: %s",
-                type(self.inner).__name__,
-                error,
-            )
-            return None
-        for first, *others in _tied(self._broadcast, models):
+    def _by_inner(
+        self, server_round: int, received: Received, spill: Spill, started: float
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Hand the aligned replies to the inner strategy."""
+        models = [entry.params for entry in received.usable]
+        shares = normalised_weights(len(models), [entry.weight for entry in received.usable]) if models else []
+        framed = Framed([])
+        if models:
+            reference = Anchor(self.broadcast, self.spec, checked=True)
+            centre = reference if self.anchor == "global" else _mean_like_flower(models, shares)
+            framed = self._framed(models, shares, centre)
+        alignments = list(framed.alignments)
+        if framed.groups and self.anchor != "global":
+            alignments = follow(models, alignments, shares, self.spec, reference, self.options)
+        clients = [_client(entry, found) for entry, found in zip(received.usable, alignments, strict=True)]
+        self._report(server_round, received, framed, clients, "aligned" if framed.groups else "plain", started)
+        moved = [alignment.params for alignment in alignments]
+        made, metrics = self.aggregate_inside(server_round, received, moved)
+        if made is None:
+            return None, metrics
+        for first, *others in tied(self.broadcast, models):
             # Noise of a privacy mechanism would part weights that the model shares.
-            params.update({name: params[first] for name in others})
-        if not self._private:
-            shares = normalised_weights(len(models), weights)
-            buffers = [name for name, tensor in self._broadcast.items() if not tensor.is_floating_point()]
-            params.update({name: mean_tensor(name, [model[name] for model in models], shares) for name in buffers})
-        return to_record(self._typed({**params, **self.rounds.frozen()}))
+            made.update({name: made[first] for name in others})
+        if not self.private:
+            made |= _buffers(models, shares)
+        return to_record(self.typed(made)), metrics
+
+    # --- FedAvg and its like -----------------------------------------------------------------------------------------
+
+    def _by_mean(
+        self, server_round: int, received: Received, spill: Spill, started: float
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Take the weighted mean, plain or aligned, of replies that are read parameter by parameter."""
+        models = [entry.params for entry in received.usable]
+        merged, metrics = self._metrics_inside(server_round, received)
+        shares = normalised_weights(len(models), [entry.weight for entry in received.usable]) if models else []
+        plain = _mean_like_flower(models, shares)
+        made = bool(models) and merged is not None
+        try:
+            check_finite(plain, "mean")
+        except AlignmentError as error:
+            self.log_not_finite(error)
+            made = False
+        if not made:
+            self._report(server_round, received, Framed([]), [], "plain", started)
+            return None, metrics
+        self._delivered = None
+        reference = {name: t.to(plain[name].dtype) if name in plain else t for name, t in self.broadcast.items()}
+        centre = reference if self.anchor == "global" else {**reference, **plain}
+        framed = self._framed(models, shares, centre, spill)
+        clients: list[ClientReport] = []
+        moved = _each_moved(received.usable, framed, clients)
+        mean = _mean_like_flower(moved, shares) if framed.groups else plain
+        # Where nothing is moved there are still distances to report.
+        for _ in moved:
+            pass
+        apart = framed.groups and (
+            self.next_round_from == "plain" or (self.next_round_from == "auto" and not framed.far)
+        )
+        start = "plain" if apart or not framed.groups else "aligned"
+        self._report(server_round, received, framed, clients, start, started)
+        # A model that is packed is not kept unpacked.
+        buffers, differed = _buffers(models, shares), bool(framed.groups)
+        del framed, centre
+        next_start = to_record(self.typed({**plain, **buffers})) if apart or not differed else None
+        del plain
+        if not differed:
+            return next_start, metrics
+        if self.anchor != "global":
+            mean |= align({**reference, **mean}, reference, self.spec, self.options).params
+        delivered = to_record(self.typed({**mean, **buffers}))
+        if next_start is not None:
+            # A copy, by value: whoever drives the rounds may copy what was delivered, and may change it.
+            self._delivered = ArrayRecord(dict(delivered.items())), next_start
+        return delivered, metrics
+
+    def _metrics_inside(
+        self, server_round: int, received: Received
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Let the inner strategy aggregate what clients report, in place of models, which only metrics get to see."""
+        assert isinstance(self.inner, FedAvg)
+        aggregate = self.inner.train_metrics_aggr_fn
+
+        def with_models(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
+            for entry in received.usable:
+                if isinstance(entry.params, Spilled):
+                    entry.reply.content[record_key(entry.reply)] = entry.params.record()
+            return aggregate(contents, weighted_by)
+
+        for entry in received.usable:
+            entry.reply.content[record_key(entry.reply)] = to_record(_NO_MODEL)
+        self.inner.train_metrics_aggr_fn = with_models
+        try:
+            return self.inner.aggregate_train(server_round, received.messages)
+        finally:
+            self.inner.train_metrics_aggr_fn = aggregate
+            for entry in received.usable:
+                entry.reply.content[record_key(entry.reply)].clear()
+
+    def _framed(
+        self, models: Sequence[Params], shares: Sequence[float], centre: Params | Anchor, spill: Spill | None = None
+    ) -> Framed:
+        keep = dict if spill is None else spill.keep
+        return align_where_frames_differ(
+            models, self.spec, self.anchor, shares, centre, self.min_gain, self.options, keep
+        )
+
+    def _report(
+        self,
+        server_round: int,
+        received: Received,
+        framed: Framed,
+        clients: Sequence[ClientReport],
+        start: str,
+        started: float,
+    ) -> None:
+        report = RoundReport(
+            round=server_round,
+            anchor=self.anchor,
+            clients=tuple(clients),
+            groups=framed.groups,
+            gain=framed.gain,
+            next_round_from=start,
+            refused=dict(received.refused),
+            seconds=time.perf_counter() - started,
+        )
+        self.reports.append(report)
+        log(INFO, "aggregate_train: %s", report.line())
+
+
+def _each_moved(usable: Sequence[Usable], framed: Framed, clients: list[ClientReport]) -> Iterator[Params]:
+    """Yield the models in one frame, one at a time, and note each client's figures in `clients`."""
+    for entry, found in zip(usable, framed.alignments, strict=True):
+        clients.append(_client(entry, found))
+        yield found.params
+
+
+def _client(entry: Usable, found: Alignment) -> ClientReport:
+    return ClientReport(entry.node_id, found.distance_before, found.distance_after, found.identity_permutations)
 
 
 class RotFedAvg(AlignedStrategy):
     """FedAvg in one common frame.
 
-    Parameters: `spec`, from `rotfed.load_spec` or `rotfed.load_adapter_spec`; `anchor` and all others as in
-    `AlignedStrategy`; every keyword of Flower's `FedAvg`.
+    Parameters: `spec` and the options of `AlignedStrategy`; every keyword of Flower's `FedAvg`.
     """
 
     def __init__(
         self,
-        spec: SymmetrySpec | AdapterSpec,
+        spec: SymmetrySpec,
         anchor: str | None = None,
-        groups: Iterable[str] | None = None,
-        layers: Iterable[int] | None = None,
-        proper: bool = False,
-        strength: float = 1.0,
-        max_sweeps: int = 20,
-        min_gain: float | None = None,
-        carry: str | None = None,
-        aggregation: str | None = None,
-        over: str | None = None,
-        train: str | None = None,
+        options: AlignOptions = DEFAULTS,
+        min_gain: float = MIN_GAIN,
+        next_round_from: str = "auto",
+        spill_folder: str | Path | None = None,
         **fedavg_keywords: Any,
     ) -> None:
         inner = FedAvg(**fedavg_keywords)
-        options = (anchor, groups, layers, proper, strength, max_sweeps, min_gain, carry, aggregation, over, train)
-        super().__init__(inner, spec, *options)
+        super().__init__(inner, spec, anchor, options, min_gain, next_round_from, spill_folder)
 
 
-def _tied(broadcast: Mapping[str, Tensor], models: Sequence[Mapping[str, Tensor]]) -> list[list[str]]:
-    """Sets of matrices that are equal in the model sent out and in every reply: weights that the model shares."""
-    sets: list[list[str]] = []
-    for name, tensor in broadcast.items():
-        if tensor.ndim < 2 or not tensor.is_floating_point():
-            continue
-        for tied in sets:
-            if all(_same(model[name], model[tied[0]]) for model in (broadcast, *models)):
-                tied.append(name)
-                break
-        else:
-            sets.append([name])
-    return [tied for tied in sets if len(tied) > 1]
+def _mean_like_flower(models: Iterable[Params], shares: Sequence[float]) -> dict[str, Tensor]:
+    """Return the weighted mean of floating-point parameters as Flower's FedAvg computes it, to the bit.
+
+    Half precision is summed in float32, and stays so. One model is read at a time, one parameter at a time.
+    """
+    total: dict[str, Tensor] = {}
+    for model, share in zip(models, shares, strict=True):
+        for name in model:
+            tensor = model[name]
+            if tensor.is_floating_point():
+                part = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * share
+                total[name] = total[name].add_(part) if name in total else part
+    return total
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def _buffers(models: Sequence[Params], shares: Sequence[float]) -> dict[str, Tensor]:
+    """Return the mean of whole numbers and the majority of flags."""
+    meta = models[0] if isinstance(models[0], dict) else models[0].meta()  # type: ignore[attr-defined]
+    names = [name for name, tensor in meta.items() if not tensor.is_floating_point()]
+    return {name: mean_tensor(name, [model[name] for model in models], shares) for name in names}
+
+
+def _span(layers: Sequence[int]) -> str:
+    contiguous = list(layers) == list(range(layers[0], layers[-1] + 1)) if layers else False
+    return f"{layers[0]}-{layers[-1]}" if contiguous and len(layers) > 1 else ", ".join(map(str, layers)) or "none"

@@ -100,8 +100,9 @@ def dissect(cell: Cell, seed: int, places: Places) -> list[dict[str, Any]]:
         fold = (lambda params, spec=spec: rotfed.fold_norms(params, spec)) if residual else (lambda params: params)
         began = time.process_time()
         models = [fold(model) for model in found.models]
-        anchor, options = chosen.pop("anchor", "consensus"), rotfed.AlignOptions(**chosen)
-        aligned = rotfed.align_all(models, spec, anchor, found.shares, reference=fold(found.start), options=options)
+        anchor = chosen.pop("anchor", "consensus")
+        how = rotfed.AlignOptions(**chosen)
+        aligned = rotfed.align_all(models, spec, anchor, found.shares, reference=fold(found.start), options=how)
         seconds = time.process_time() - began
         moved = [alignment.params for alignment in aligned]
         # Folded models have a spread of their own.

@@ -14,8 +14,8 @@ METHODS: Mapping[str, Config] = {
     # Runs all of the alignment and applies none of it: has to equal plain averaging to the bit.
     "control": {"min-gain": 1e9},
     # Every round aligned, and the next one started from that.
-    "always": {"min-gain": 0.0, "carry": "aligned"},
-    "global": {"anchor": "global", "min-gain": 0.0, "carry": "aligned"},
+    "always": {"min-gain": 0.0, "next-round-from": "aligned"},
+    "global": {"anchor": "global", "min-gain": 0.0, "next-round-from": "aligned"},
     "FedProx": {"align": False, "strategy": "fedprox"},
     "FedProx, aligned": {"strategy": "fedprox"},
     "FedAdam": {"align": False, "strategy": "fedadam"},

@@ -230,7 +230,7 @@ def _carried(runs: Sequence[Run]) -> list[str]:
         f'Rounds that go on from the aligned average ("always") against RotFedAvg, at the end: {said}. After the first '
         "round both deliver the same model. "
         + (
-            'Going on from it is a gain in some of these; `carry="aligned"` does so.'
+            'Going on from it is a gain in some of these; `next_round_from="aligned"` does so.'
             if any(difference.verdict == "gain" for difference in found.values())
             else "The better model is not shown to be the better start, so RotFedAvg delivers the aligned average and "
             "goes on from the plain one, which leaves the rounds as they are without alignment."

@@ -33,8 +33,8 @@ DEFAULTS: dict[str, Value] = tomllib.loads(_PYPROJECT.read_text())["tool"]["flwr
 # What a client's training does not depend on: how the server makes one model of all.
 _SERVER_KEYS = {
     "num-server-rounds", "strategy", "proximal-mu", "server-learning-rate", "align", "anchor", "groups", "layers",
-    "proper", "strength", "min-gain", "carry", "residual", "aggregation", "fraction-train", "fraction-evaluate",
-    "min-nodes", "evaluate-clients", "results", "save-model", "learned",
+    "reflections", "strength", "min-gain", "next-round-from", "residual", "aggregation", "fraction-train",
+    "fraction-evaluate", "min-nodes", "evaluate-clients", "results", "save-model", "learned",
 }  # fmt: skip
 
 

@@ -13,14 +13,14 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     MEAN: {"aggregation": "mean"},
     "rotation": {"aggregation": "rotation"},
     "rotation, by A": {"aggregation": "rotation", "over": "A"},
-    "FedRot-LoRA": {"aggregation": "rotation", "over": "alternate", "proper": True, "strength": 0.5},
+    "FedRot-LoRA": {"aggregation": "rotation", "over": "alternate", "reflections": False, "strength": 0.5},
     "optimal": {"aggregation": "optimal"},
     "exact": {"aggregation": "exact"},
     "stack": {"aggregation": "stack"},
     "FFA-LoRA (A frozen)": {"train": "B"},
     "RoLoRA (in turns)": {"train": "alternate"},
 }
-"""Name, as in the tables -> keywords of RotFedAvg; all are compared with the first."""
+"""Name, as in the tables -> keywords of AdapterStrategy; all are compared with the first."""
 
 ROTATIONS = tuple(name for name, options in METHODS.items() if options.get("aggregation") == "rotation")
 

@@ -1,4 +1,4 @@
-"""One run: RotFedAvg with an adapter spec and a ClientApp in this process, and what came out as plain data."""
+"""One run: FedAvg of adapters and a ClientApp in this process, and what came out as plain data."""
 
 import copy
 import hashlib
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor
 
@@ -21,8 +22,8 @@ from client.fingerprint import fingerprint
 from client.settings import parse_settings
 from client.training import evaluate, pick_device, seed_everything
 from client.training import train as train_model
-from rotfed.flower import RotFedAvg, to_record, to_state_dict
-from rotfed.flower.adapters import RESIDUAL_KEY, TRAIN
+from rotfed.flower import AdapterStrategy, to_record, to_state_dict
+from rotfed.flower.adapters import DELTA_KEY, TRAIN
 from server.grid import OrderedGrid
 from server.results import environment
 from simulations.bench.cells import Value
@@ -45,7 +46,7 @@ def train(message: Message, context: Context) -> Message:
     number = config["server-round"]
     assert isinstance(partition, int) and isinstance(number, int)
     received = {name: to_state_dict(record) for name, record in message.content.array_records.items()}
-    model = _loaded(task, received["arrays"], received.get(RESIDUAL_KEY, {}))
+    model = _loaded(task, received["arrays"], received.get(DELTA_KEY, {}))
     rotfed.train_factors(model, str(config.get(TRAIN, "both")))
     seed_everything(settings.seed, 1, number, partition)
     loss = train_model(
@@ -123,18 +124,13 @@ def run(cell: Cell, method: str, seed: int, places: Places) -> dict[str, Any]:
     started = time.perf_counter()
     config = resolved(cell, seed, places)
     task = task_of(config)
-    strategy = RotFedAvg(
-        rotfed.load_adapter_spec(task.model),
-        **METHODS[method],
-        fraction_evaluate=0.0,
-        min_train_nodes=CLIENTS,
-        min_available_nodes=CLIENTS,
-    )
+    inner = FedAvg(fraction_evaluate=0.0, min_train_nodes=CLIENTS, min_available_nodes=CLIENTS)
+    strategy = AdapterStrategy(inner, rotfed.load_adapter_spec(task.model), **METHODS[method])
     measured: list[dict[str, float]] = []
 
     def measure(number: int, arrays: ArrayRecord) -> None:
         if number:
-            model = _loaded(task, to_state_dict(arrays), strategy.residual)
+            model = _loaded(task, to_state_dict(arrays), strategy.base_delta)
             found = evaluate(model, task.encode, task.held_out, batch_size=64, device=pick_device())
             measured.append({"accuracy": found.accuracy, "loss": found.loss})
 
@@ -166,6 +162,6 @@ def run(cell: Cell, method: str, seed: int, places: Places) -> dict[str, Any]:
             CLIENTS * float(str(metrics["train-seconds"])) for metrics in result.train_metrics_clientapp.values()
         ],
         "adapter_bytes": sum(tensor.nbytes for tensor in start.values()),
-        "residual_bytes": sum(tensor.nbytes for tensor in strategy.residual.values()),
+        "residual_bytes": sum(tensor.nbytes for tensor in strategy.base_delta.values()),
         "seconds": time.perf_counter() - started,
     }

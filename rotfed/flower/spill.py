@@ -1,0 +1,160 @@
+"""Replies outside of memory: each is written to a file as it arrives, and read parameter by parameter.
+
+Flower collects all replies of a round before a strategy sees the first, and holds them until the next round has ended.
+`Arriving` hands them on one by one; `Spill` keeps each in a file that has no name, so that nothing is left of it after
+the round, or after a crash.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from torch import Tensor
+
+from rotfed.flower.records import to_record
+
+# Between two rounds of asking for replies, as Flower waits itself.
+_WAIT_SECONDS = 3.0
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a spill file."""
+
+    offset: int
+    like: Tensor
+
+
+class Spill:
+    """A file without a name that holds the tensors of a round. Parameters: `folder`, the system's temporary one."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self._end = 0
+
+    def keep(self, params: Mapping[str, Tensor]) -> "Spilled":
+        """Write tensors to the file; return a mapping that reads each of them when it is asked for."""
+        places = {}
+        for name, tensor in params.items():
+            data = tensor.detach().cpu().contiguous()
+            places[name] = Place(self._end, torch.empty_like(data, device="meta"))
+            self._file.seek(self._end)
+            left = _bytes_of(data)
+            while left:
+                written = self._file.write(left) or 0
+                left, self._end = left[written:], self._end + written
+        return Spilled(self, places)
+
+    def read(self, place: Place) -> Tensor:
+        """Read one tensor into memory of its own."""
+        tensor = torch.empty_like(place.like, device="cpu")
+        self._file.seek(place.offset)
+        left = _bytes_of(tensor)
+        while left:
+            left = left[self._file.readinto(left) or len(left) :]
+        return tensor
+
+    def close(self) -> None:
+        """Give the file's place on the disk back."""
+        self._file.close()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """View the memory of a contiguous tensor."""
+    return tensor.flatten().view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+class Spilled(Mapping[str, Tensor]):
+    """Tensors in a spill file, by name; each is read anew when it is asked for."""
+
+    def __init__(self, spill: Spill, places: Mapping[str, Place]) -> None:
+        self._spill = spill
+        self._meta = {name: place.like for name, place in places.items()}
+        self._places = places
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._spill.read(self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def meta(self) -> dict[str, Tensor]:
+        """Names, shapes and types, without values."""
+        return self._meta
+
+    def record(self) -> ArrayRecord:
+        """Return the tensors as a record, each of whose arrays is read when it is asked for."""
+        return ArrayRecord({name: SpilledArray(self, name) for name in self})
+
+
+class SpilledArray(Array):
+    """An array of a record that lies in a spill file; its bytes are read when they are asked for."""
+
+    def __init__(self, spilled: Spilled, name: str) -> None:
+        self._spilled, self._name = spilled, name
+        packed = to_record({name: torch.empty((), dtype=spilled.meta()[name].dtype)})[name]
+        self.dtype, self.stype, self.shape = packed.dtype, packed.stype, tuple(spilled.meta()[name].shape)
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        """The array as it travels."""
+        return to_record({self._name: self._spilled[self._name]})[self._name].data
+
+
+class Arriving(Grid):
+    """A Grid that hands replies on as they arrive, instead of all together."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def set_run(self, run: Run) -> None:
+        """Take over the run's description."""
+        self.grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """The run's description."""
+        return self.grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Make a message to a node."""
+        return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The connected nodes."""
+        return self.grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages to their nodes."""
+        return self.grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Fetch the replies that are there."""
+        return self.grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages at once, and return an iterator over the replies, until all are there or time has run out."""
+        return self._replies(list(self.grid.push_messages(messages)), timeout)
+
+    def _replies(self, open_ids: list[str], timeout: float | None) -> Iterator[Message]:
+        end = None if timeout is None else time.monotonic() + timeout
+        while open_ids and (end is None or time.monotonic() < end):
+            found = False
+            # Asked for one by one, no more than one is in memory.
+            for message_id in list(open_ids):
+                for reply in self.grid.pull_messages([message_id]):
+                    found = True
+                    open_ids.remove(message_id)
+                    yield reply
+            if open_ids and not found:
+                time.sleep(_WAIT_SECONDS if end is None else max(0.0, min(_WAIT_SECONDS, end - time.monotonic())))
