@@ -523,40 +523,45 @@ class Descent:
         if terms is None:
             terms = merged(contract(piece.under(moved), self.names) for piece in pieces)
         elements = {name: start[name] for name in names}
-        first, best, fell = self._sweeps(self.rest, terms, elements, sweeps)
+        best, first, after, fell = self._sweeps(self.rest, terms, elements, sweeps)
         before = terms if not moved else merged(contract(piece, self.names) for piece in pieces)
-        distances = tuple(
-            Distances(
-                frozenset(action.group.name for action in old.actions),
-                float(old.distance2.sum()),
-                *(float(new.distances(found).sum()) for found in (first, best)),
-            )
-            for old, new in zip(before, terms, strict=True)
-        )
-        return Solved({**held, **best}, distances, fell)
+        groups = [frozenset(action.group.name for action in term.actions) for term in before]
+        came = [float(term.distance2.sum()) for term in before]
+        return Solved({**held, **best}, tuple(map(Distances, groups, came, first, after)), fell)
 
     def _sweeps(
         self, groups: Sequence[Group], terms: Sequence[Term], start: Elements, max_sweeps: int
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-        """Return the elements after one sweep and the best, and the share of the norm that the last sweep gained."""
-        elements = dict(start)
-        first, best, previous, fell = dict(start), dict(start), math.inf, 0.0
-        norm2 = _anchor_norm2(terms)
+    ) -> tuple[dict[str, Tensor], list[float], list[float], float]:
+        """Solve groups in turn, from moments, until the squared distance settles.
+
+        Returns the best elements, the squared distances by term after the first sweep and with the best elements, and
+        the share of the norm that the last sweep gained.
+        """
+        elements, norm2 = dict(start), _anchor_norm2(terms)
+        factors = [group.name for group in groups if group.kind.multiplies]
+        first: list[float] = []
+        best, after, previous, fell = dict(start), first, math.inf, 0.0
         for _ in range(max_sweeps if len(groups) > 1 else 1):
+            seen = {name: elements[name] for name in factors}
             for group in groups:
                 elements[group.name] = self.element(group, terms, elements)
-            distance2 = math.fsum(float(term.distances(elements).sum()) for term in terms)
+            found = [float(term.distances(elements).sum()) for term in terms]
+            distance2 = math.fsum(found)
+            first = first or found
             # With a pull to the identity a sweep may also lose: the pull is to the identity, not to the last sweep.
-            if previous == math.inf:
-                first = dict(elements)
             if distance2 < previous:
-                best = dict(elements)
+                best, after = dict(elements), found
             if distance2 >= previous - self.pair.settled * abs(previous):
-                fell = 0.0
-                break
+                return best, first, after, 0.0
+            # A rotation that was found for factors a share e away gains some e^2 of what it turns by a second solution.
+            change2 = max(
+                (float((elements[name] / was - 1).abs().max()) ** 2 for name, was in seen.items()), default=0.0
+            )
+            if change2 < self.pair.settled and change2 * norm2 < distance2:
+                return best, first, after, 0.0
             fell = 0.0 if previous == math.inf else (previous - distance2) / norm2
             previous = distance2
-        return first, best, fell
+        return best, first, after, fell
 
     def _descend_by_turns(self, pieces: Sequence[Piece], held: Elements, start: Elements, max_sweeps: int) -> Solved:
         """Descend where two groups mix different axes of one block: what all layers share, and what each has inside.
