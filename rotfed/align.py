@@ -437,13 +437,13 @@ class Descent:
             return self._said(self.descend(pieces, in_place))
         best = self.descend(pieces, in_place, max_sweeps=1)
         paired = self._pair_up(pieces)
-        if any(not torch.equal(paired[name], in_place[name].to(paired[name].device)) for name in paired):
+        if not all(_same(paired[name], in_place[name]) for name in paired):
             # The pairing is solved before the rest is known, so the distance at the end decides whether it holds.
             best = min(best, self.descend(pieces, paired, max_sweeps=1), key=lambda found: found.after)
         for _ in range(sweeps if len(self.permutations) > 1 else 0):
             # With everything else known each permutation sees all of its parameters; what is known grows with sweeps.
             again = self._pair_again(pieces, best.elements)
-            if all(torch.equal(again[group.name], best.elements[group.name]) for group in self.permutations):
+            if all(_same(again[group.name], best.elements[group.name]) for group in self.permutations):
                 break
             found = self.descend(pieces, again, max_sweeps=min(sweeps, _BETWEEN))
             if found.after >= best.after * (1 - _WORTH_PAIRING):
@@ -518,7 +518,7 @@ class Descent:
         names = [group.name for group in self.rest]
         if any(len(mixed_axes(piece, names)) > 1 for piece in pieces):
             return self._descend_by_turns(pieces, held, start, sweeps)
-        moved = {name: e for name, e in held.items() if not torch.equal(e, self.pair.identity(name).to(e.device))}
+        moved = {name: element for name, element in held.items() if not _same(element, self.pair.identity(name))}
         terms = near
         if terms is None:
             terms = merged(contract(piece.under(moved), self.names) for piece in pieces)
@@ -610,6 +610,10 @@ class Descent:
         before = math.fsum(map(_distance2, pieces))
         found = Distances(frozenset(self.names), before, first, min(distance2, previous))
         return Solved({**held, **best}, (found,), fell)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other.to(one.device))
 
 
 def _anchor_norm2(terms: Iterable[Term]) -> float:

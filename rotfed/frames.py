@@ -155,6 +155,12 @@ def follow(
     return moved
 
 
+def _mean_anchor(models: Sequence[Params], shares: Sequence[float], spec: SymmetrySpec) -> Anchor:
+    """Return the plain mean to align to: in memory where the models are, else computed as it is read."""
+    mean = MeanOf(models, shares, wide=True)
+    return Anchor(dict(mean) if all(isinstance(model, dict) for model in models) else mean, spec, checked=True)
+
+
 def _align_to_medoid(
     models: Sequence[Params], spec: SymmetrySpec, shares: Sequence[float], options: AlignOptions
 ) -> list[Alignment]:
@@ -180,7 +186,7 @@ def _align_to_consensus(
     lowest = spread2([alignment.params for alignment in at_medoid], shares)
     plain = spread2(models, shares)
     if plain <= lowest:
-        mean = Anchor(dict(MeanOf(models, shares, wide=True)), spec, checked=True)
+        mean = _mean_anchor(models, shares, spec)
         starts = [align(model, mean, spec, options) for model in models]
     else:
         starts = at_medoid
@@ -188,7 +194,7 @@ def _align_to_consensus(
     members: Sequence[Params] = [start.params for start in starts]
     best, previous = at_medoid, min(plain, lowest)
     for _ in range(max_renewals):
-        mean = Anchor(dict(MeanOf(members, shares, wide=True)), spec, checked=True)
+        mean = _mean_anchor(members, shares, spec)
         pairs = [Pair(model, mean, options) for model in models]
         aligned = [
             pair.aligned(pair.resolved(transform.elements)) for pair, transform in zip(pairs, transforms, strict=True)
