@@ -22,7 +22,6 @@ from rotfed.matching import Anchor
 from rotfed.mergers import normalised_weights
 from rotfed.spec import SymmetrySpec
 from rotfed.tensors import Params
-from rotfed.transform import identity_transform
 
 MIN_GAIN = 0.75
 """The gain over noise up to which models stay as they are, by default.
@@ -112,16 +111,6 @@ def align_where_frames_differ(
         if all(isinstance(model, dict) for model in models):
             alignments = list(alignments)
     return Framed(alignments, groups, largest, far)
-
-
-def to_home(mean: Params, home: Params, spec: SymmetrySpec, framed: Framed, options: AlignOptions) -> Params:
-    """Return the mean of framed models in the frame nearest to `home`, by the groups in which they were moved.
-
-    Of models that lay a little apart, so does the mean: its units are in their places.
-    """
-    pair = Pair(mean, Anchor(home, spec, checked=True), replace(options, groups=framed.groups, max_sweeps=1))
-    found = pair.solved() if framed.far else pair.resolved(identity_transform(spec).elements)
-    return pair.transform(one for one in found.values() if one.after < one.before).over(mean)
 
 
 class _Each(Sequence[Alignment]):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from rotfed.flower.replies import Received, Usable, floating, match_params, reco
 from rotfed.flower.reports import ClientReport, RoundReport
 from rotfed.flower.spill import Arriving, Held, Spill, Spilled
 from rotfed.flower.wrapper import Wrapper, averages, tied
-from rotfed.frame_test import MIN_GAIN, Framed, align_where_frames_differ, check_min_gain, to_home
-from rotfed.frames import chosen_anchor, follow
+from rotfed.frame_test import MIN_GAIN, Framed, align_where_frames_differ, check_min_gain
+from rotfed.frames import chosen_anchor, follow, to_home
 from rotfed.layout import lay_out, moving
 from rotfed.matching import Anchor
 from rotfed.mergers import mean_tensor, normalised_weights
@@ -227,8 +228,10 @@ class AlignedStrategy(Wrapper):
         if framed.groups:
             mean |= _mean_like_flower(moved, shares, moving(self.broadcast, self.spec, framed.groups))
             if self.anchor != "global":
-                home = to_home({**reference, **mean}, reference, self.spec, framed, self.options)
-                mean |= {name: tensor for name, tensor in home.items() if name in mean}
+                turned = {**reference, **mean}
+                once = replace(self.options, groups=framed.groups, max_sweeps=1)
+                home = to_home(turned, reference, self.spec, once, near=not framed.far).over(turned)
+                mean |= {name: home[name] for name in mean}
         # Where nothing is moved there are still distances to report.
         for _ in moved:
             pass
