@@ -15,7 +15,7 @@ from rotfed.mergers import MeanOf, alike, normalised_weights, weighted_mean
 from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec, check_is_spec
 from rotfed.tensors import Params, squared_distance
-from rotfed.transform import identity_transform
+from rotfed.transform import Transform, identity_transform
 
 ANCHORS = ("global", "medoid", "consensus", "progressive", "tree")
 
