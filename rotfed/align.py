@@ -403,7 +403,8 @@ class Descent:
                 # They may be in their places, only turned.
                 elements = self._turned(mixing, near)
                 found |= self._in_place(group, own, turns, terms, elements)
-            layers &= found
+            # A group that all layers share stays in all of them, or in none.
+            layers &= (found | {None}) if group.layered else (layers if found else set())
         return layers
 
     def _turned(self, mixing: Sequence[Group], near: Sequence[Term]) -> dict[str, Tensor]:
