@@ -18,6 +18,7 @@ from rotfed.barrier import score
 from rotfed.checkpoints import weights as weights_module
 from rotfed.checkpoints.common import _POSITIONS_BY_ROW
 from rotfed.checks import example_inputs, outputs, relative_change, with_plain_experts
+from rotfed.layout import lay_out
 from rotfed.residual import fold_norms
 from tests.models import EXAMPLES, assert_same
 from tests.test_cli import rotfed as run
@@ -212,7 +213,7 @@ def test_names_of_two_versions_of_transformers_go_together(tmp_path: Path) -> No
     one, other = parties(tmp_path, "vit", "ViTForImageClassification", {}, {})
     options = [*QUICK, "--no-residual"]
     assert run("merge", one, other, "-o", tmp_path / "same", *options).exit_code == 0
-    resolution = rotfed.load_spec(other).resolve(weights(other))
+    resolution = lay_out(weights(other), rotfed.load_spec(other))
     assert resolution.naming == "transformers 4"
     names = {present: resolution.prefix + new for new, present in resolution.names.items()}
     rewrite(other, lambda tensors: {names.get(name, name): tensor for name, tensor in tensors.items()})

@@ -9,6 +9,7 @@ from torch import Tensor
 from rotfed.checkpoints.folder import Checkpoint
 from rotfed.checkpoints.weights import Renamed, without_data
 from rotfed.errors import AlignmentError
+from rotfed.layout import lay_out
 
 # Settings that change no function, or only that of a task head.
 _HARMLESS = {
