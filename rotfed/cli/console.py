@@ -9,10 +9,8 @@ import torch
 import typer
 from rich.console import Console
 
-from rotfed.checkpoints import (
-    quiet_transformers,
-)
-from rotfed.errors import AlignmentError, RotfedError
+from rotfed.checkpoints.folder import quiet_transformers
+from rotfed.errors import AlignmentError, ConvergenceWarning, RotfedError
 from rotfed.nearest import Nearest
 
 Residual = Annotated[bool, typer.Option(help="Align the residual stream, too, where the spec knows it.")]
@@ -47,7 +45,7 @@ def refusals() -> Iterator[None]:
 def notes(console: Console) -> Iterator[None]:
     """Print warnings as lines of their own."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", ConvergenceWarning)
         yield
     for warning in caught:
         console.print(f"note: {warning.message}")
