@@ -65,7 +65,7 @@ def test_training_moves_every_tensor_by_a_share_of_its_norm() -> None:
     before, after = dict(fresh(SMALL, seed=3)), dict(trained(SMALL, seed=3, client=1))
     for name, tensor in before.items():
         moved = float((after[name] - tensor).norm() / tensor.norm())
-        assert 0.02 < moved < 0.04, name
+        assert 0.015 < moved < 0.05, name
     assert_close(dict(trained(SMALL, seed=3, client=1)), after, atol=0, rtol=0)
 
 

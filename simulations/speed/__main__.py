@@ -14,6 +14,9 @@ from simulations.speed.report import write
 from simulations.speed.run import kept, run_all
 from simulations.speed.sections import DEFAULT, FULL, QUICK, SECTIONS, pieces
 
+# Processes that run or wait to, beside this one, in the mean of a minute.
+_BUSY = 0.5
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -30,7 +33,7 @@ def main(
 
     Pieces run one at a time, each in a process of its own; leave the machine alone meanwhile. What was measured with
     the same code, threads and effort is kept, also of other sections, and is not measured again: remove the results'
-    folder to do so.
+    folder to do so. Models and replies take up to 30 GB of disk meanwhile, beside the results.
     """
     end_politely()
     if full and quick:
@@ -40,6 +43,8 @@ def main(
     settings = {"effort": effort.name, "threads": threads, "repeats": effort.repeats, "code": fingerprint()}
     scratch = results / "scratch"
     console = Console()
+    if (load := os.getloadavg()[0]) > _BUSY:
+        console.print(f"The machine is busy (load {load:.1f}): seconds will be too many, and ratios uncertain.")
     every = pieces(effort, scratch.resolve())
     failed = run_all(
         [piece for piece in every if piece.section in chosen], settings, threads, results, scratch, console

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FormatStrFormatter, NullFormatter
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from simulations.plots import STYLES, save
 from simulations.speed.asked import pick
@@ -62,9 +62,9 @@ def _scaling(rows: pd.DataFrame, merges: pd.DataFrame) -> Figure:
         for row in axes:
             row[column].set_xscale("log")
             row[column].set_yscale("log")
-            names = [f"{value / 1e6:,.3g}M" if axis == "parameters" else str(value) for value in values]
-            row[column].set_xticks(values, names, fontsize=8, rotation=30 if axis == "parameters" else 0)
+            row[column].set_xticks(values, [_short(value) for value in values], fontsize=8)
             row[column].set_xticks([], minor=True)
+            row[column].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             row[column].yaxis.set_major_formatter(FormatStrFormatter("%g"))
             row[column].yaxis.set_minor_formatter(NullFormatter())
             row[column].grid(alpha=0.3)
@@ -72,6 +72,12 @@ def _scaling(rows: pd.DataFrame, merges: pd.DataFrame) -> Figure:
     axes[1][0].set_ylabel("peak memory, models")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncol=3, fontsize=8)
     return figure
+
+
+def _short(value: float) -> str:
+    """A whole number for an axis."""
+    unit, name = next(((unit, name) for unit, name in ((1e9, "B"), (1e6, "M")) if value >= unit), (1, ""))
+    return f"{value / unit:.1f}{name}" if name == "B" else f"{value / unit:.0f}{name}"
 
 
 def _stages(rows: pd.DataFrame) -> Figure:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,30 +32,36 @@ def run_all(
 ) -> dict[str, str]:
     """Run the pieces that were not run under these settings yet, and return the reasons of those that failed.
 
-    `scratch`, where pieces write models and replies, is emptied after each section.
+    `scratch`, where pieces write models and replies, is emptied where the next pieces have nothing in common with the
+    ones before, and at the end.
     """
     failed: dict[str, str] = {}
-    with _process(threads) as preparer:
-        for section, group in groupby(pieces, lambda piece: piece.section):
-            prepared: set[str] = set()
-            for piece in group:
+    shared = False
+    try:
+        with _process(threads) as preparer:
+            for piece in pieces:
+                name = f"{piece.section}, {piece.name}"
                 if kept(piece, settings, results) is not None:
-                    console.print(f"{section}, {piece.name}: kept from an earlier run", markup=False)
+                    console.print(f"{name}: kept from an earlier run", markup=False)
                     continue
+                if shared and piece.prepare is None:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                shared = piece.prepare is not None
                 started = time.perf_counter()
                 try:
-                    if piece.prepare is not None and repr(piece.prepare) not in prepared:
+                    if piece.prepare is not None:
+                        # It makes what is missing.
                         preparer.submit(piece.prepare).result()
-                        prepared.add(repr(piece.prepare))
                     runs = _in_new_process(piece.do, threads)
                 except Exception as error:
-                    said = failed[f"{section}, {piece.name}"] = _reason(error)
+                    said = failed[name] = _reason(error)
                 else:
                     write_json(_file(piece, results), {"settings": settings, "runs": labelled(piece, runs)})
                     said = f"{len(runs)} runs"
                 took = time.perf_counter() - started
-                console.print(f"{section}, {piece.name}: {said} ({took:.0f} s)", markup=False, soft_wrap=True)
-            shutil.rmtree(scratch, ignore_errors=True)
+                console.print(f"{name}: {said} ({took:.0f} s)", markup=False, soft_wrap=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return failed
 
 

@@ -23,6 +23,10 @@ TRAINED = 0.03
 """How far ordinary local training moves each matrix, relative to its norm."""
 
 
+RANK = 8
+"""The rank of the half of that which is no noise."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """The size of a model: `name` is for tables, `family` one of `CLASSES`; `kv_heads` of Llamas only."""
@@ -90,21 +94,24 @@ def fresh(shape: Shape, seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def trained(shape: Shape, seed: int, client: int, share: float = TRAINED) -> Iterator[tuple[str, Tensor]]:
-    """Give the tensors of a new model after one client's local training, each moved by `share` of its norm.
+    """Give the tensors of a new model after one client's local training, each moved by about `share` of its norm.
 
-    Half of the displacement, by its square, is of low rank, as that of training is, the other half is noise.
+    Half of the displacement, by its expected square, is of low rank, as that of training is, the other half is noise.
     """
     for number, (name, values) in enumerate(fresh(shape, seed)):
         generator = _generator(1_000_003 * (seed + 1) + client, number)
         change = torch.randn(values.shape, generator=generator)
-        change.mul_(share * values.norm() / change.norm())
+        step = share * float(values.norm()) / values.numel() ** 0.5
         if values.ndim > 1:
             rows, columns = values.shape[0], values[0].numel()
-            rank = min(8, rows, columns)
-            low = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
-            low.mul_(share * values.norm() / low.norm())
-            change.mul_(0.5**0.5).add_(low.reshape(values.shape), alpha=0.5**0.5)
-        yield name, change.add_(values)
+            rank = min(RANK, rows, columns)
+            tall = torch.randn(rows, rank, generator=generator)
+            wide = torch.randn(rank, columns, generator=generator)
+            part = step * 0.5**0.5
+            change = change.view(rows, columns).addmm_(tall, wide, beta=part, alpha=part / rank**0.5)
+        else:
+            change.mul_(step)
+        yield name, change.view(values.shape).add_(values)
 
 
 def _generator(seed: int, number: int) -> torch.Generator:
