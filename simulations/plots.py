@@ -8,7 +8,11 @@ import matplotlib
 matplotlib.use("Agg")  # pictures go to files; no display is needed
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+# The same picture is the same file.
+plt.rcParams["svg.hashsalt"] = "rotfed"
 
 # Two of Okabe and Ito's colours, told apart under every common colour blindness; marker and dash repeat them.
 STYLES = (
@@ -53,4 +57,11 @@ def plot_accuracy(
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def save(figure: Figure, folder: Path, name: str) -> None:
+    """Write a picture as SVG for pages and as PNG for the README, and close it."""
+    figure.savefig(folder / f"{name}.svg", bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(folder / f"{name}.png", bbox_inches="tight", dpi=130)
     plt.close(figure)

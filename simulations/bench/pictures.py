@@ -13,10 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from simulations.bench.cells import ALIGNED, PLAIN
 from simulations.bench.picking import cells_of, differences, runs_of
 from simulations.bench.statistics import interval
-from simulations.plots import STYLES
-
-# The same picture is the same file.
-plt.rcParams["svg.hashsalt"] = "rotfed"
+from simulations.plots import STYLES, save
 
 Run = Mapping[str, Any]
 
@@ -30,11 +27,11 @@ def draw(document: Mapping[str, Any], folder: Path) -> None:
     runs, anatomy = document["runs"], document["anatomy"]
     four = [run for run in runs if run["cell"].startswith("vision") and "4 clients" in run["cell"]]
     if cells_of(four, ALIGNED):
-        _save(_rounds(four), folder, "benchmark-rounds")
-        _save(_heat(four), folder, "benchmark-gain")
+        save(_rounds(four), folder, "benchmark-rounds")
+        save(_heat(four), folder, "benchmark-gain")
     if anatomy:
-        _save(_layers(anatomy), folder, "benchmark-layers")
-        _save(_barriers(anatomy), folder, "benchmark-barriers")
+        save(_layers(anatomy), folder, "benchmark-layers")
+        save(_barriers(anatomy), folder, "benchmark-barriers")
 
 
 def _rounds(runs: Sequence[Run]) -> Figure:
@@ -122,9 +119,3 @@ def _barriers(anatomy: Sequence[Run]) -> Figure:
     axes[0][0].set_ylabel("loss, nats")
     axes[0][-1].legend(fontsize=8)
     return figure
-
-
-def _save(figure: Figure, folder: Path, name: str) -> None:
-    figure.savefig(folder / f"{name}.svg", bbox_inches="tight", metadata={"Date": None})
-    figure.savefig(folder / f"{name}.png", bbox_inches="tight", dpi=130)
-    plt.close(figure)
