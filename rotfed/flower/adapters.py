@@ -21,7 +21,7 @@ from rotfed.errors import AlignmentError, RecordError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, Usable, match_params, widened
 from rotfed.flower.reports import AdapterReport
-from rotfed.flower.wrapper import Wrapper, averages, chain, require_unset, tied
+from rotfed.flower.wrapper import Wrapper, averages, chain, check_is_adapter_spec, require_unset, tied
 from rotfed.mergers import mean_tensor, normalised_weights
 from rotfed.tensors import check_finite
 
@@ -77,6 +77,7 @@ class AdapterStrategy(Wrapper):
         strength: float = 1.0,
     ) -> None:
         super().__init__(inner)
+        check_is_adapter_spec(spec, "AlignedStrategy(inner, spec)")
         private = self.private
         self.spec = spec
         self.train = train

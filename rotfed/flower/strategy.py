@@ -19,7 +19,7 @@ from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, Usable, match_params, record_key
 from rotfed.flower.reports import ClientReport, RoundReport
 from rotfed.flower.spill import Arriving, Spill, Spilled
-from rotfed.flower.wrapper import Wrapper, averages, tied
+from rotfed.flower.wrapper import Wrapper, averages, selected, tied
 from rotfed.frame_test import MIN_GAIN, Framed, align_where_frames_differ, check_min_gain
 from rotfed.frames import chosen_anchor, follow
 from rotfed.layout import lay_out
@@ -87,7 +87,7 @@ class AlignedStrategy(Wrapper):
         spill_folder: str | Path | None = None,
     ) -> None:
         super().__init__(inner)
-        self.layers, self.groups = options.select(spec)
+        self.layers, self.groups = selected(spec, options, "AdapterStrategy(inner, spec)")
         self.spec = spec
         self.options = options
         self.min_gain = check_min_gain(min_gain)
@@ -106,6 +106,9 @@ class AlignedStrategy(Wrapper):
             )
         self.next_round_from = next_round_from
         self.spill_folder = None if spill_folder is None else Path(spill_folder)
+        if self.averages:
+            # Whether it can be written to is to be known before the rounds.
+            Spill(self.spill_folder).close()
         self.reports: list[RoundReport] = []
         # What was delivered, and what the next round starts from in its place.
         self._delivered: tuple[ArrayRecord, ArrayRecord] | None = None
@@ -125,7 +128,8 @@ class AlignedStrategy(Wrapper):
 
     def start(self, grid: Grid, *arguments: Any, **keywords: Any) -> Result:
         """Run the rounds, as Flower's `Strategy.start`; around FedAvg and its like replies are taken as they arrive."""
-        return super().start(Arriving(grid) if self.averages else grid, *arguments, **keywords)
+        arriving = Arriving(grid) if self.averages and not isinstance(grid, Arriving) else grid
+        return super().start(arriving, *arguments, **keywords)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
