@@ -403,7 +403,8 @@ class Descent:
                 # They may be in their places, only turned.
                 elements = self._turned(mixing, near)
                 found |= self._in_place(group, own, turns, terms, elements)
-            layers &= found
+            # A group that all layers share stays in all of them, or in none.
+            layers &= (found | {None}) if group.layered else (layers if found else set())
         return layers
 
     def _turned(self, mixing: Sequence[Group], near: Sequence[Term]) -> dict[str, Tensor]:
@@ -437,13 +438,13 @@ class Descent:
             return self._said(self.descend(pieces, in_place))
         best = self.descend(pieces, in_place, max_sweeps=1)
         paired = self._pair_up(pieces)
-        if any(not torch.equal(paired[name], in_place[name].to(paired[name].device)) for name in paired):
+        if not all(_same(paired[name], in_place[name]) for name in paired):
             # The pairing is solved before the rest is known, so the distance at the end decides whether it holds.
             best = min(best, self.descend(pieces, paired, max_sweeps=1), key=lambda found: found.after)
         for _ in range(sweeps if len(self.permutations) > 1 else 0):
             # With everything else known each permutation sees all of its parameters; what is known grows with sweeps.
             again = self._pair_again(pieces, best.elements)
-            if all(torch.equal(again[group.name], best.elements[group.name]) for group in self.permutations):
+            if all(_same(again[group.name], best.elements[group.name]) for group in self.permutations):
                 break
             found = self.descend(pieces, again, max_sweeps=min(sweeps, _BETWEEN))
             if found.after >= best.after * (1 - _WORTH_PAIRING):
@@ -518,45 +519,50 @@ class Descent:
         names = [group.name for group in self.rest]
         if any(len(mixed_axes(piece, names)) > 1 for piece in pieces):
             return self._descend_by_turns(pieces, held, start, sweeps)
-        moved = {name: e for name, e in held.items() if not torch.equal(e, self.pair.identity(name).to(e.device))}
+        moved = {name: element for name, element in held.items() if not _same(element, self.pair.identity(name))}
         terms = near
         if terms is None:
             terms = merged(contract(piece.under(moved), self.names) for piece in pieces)
         elements = {name: start[name] for name in names}
-        first, best, fell = self._sweeps(self.rest, terms, elements, sweeps)
+        best, first, after, fell = self._sweeps(self.rest, terms, elements, sweeps)
         before = terms if not moved else merged(contract(piece, self.names) for piece in pieces)
-        distances = tuple(
-            Distances(
-                frozenset(action.group.name for action in old.actions),
-                float(old.distance2.sum()),
-                *(float(new.distances(found).sum()) for found in (first, best)),
-            )
-            for old, new in zip(before, terms, strict=True)
-        )
-        return Solved({**held, **best}, distances, fell)
+        groups = [frozenset(action.group.name for action in term.actions) for term in before]
+        came = [float(term.distance2.sum()) for term in before]
+        return Solved({**held, **best}, tuple(map(Distances, groups, came, first, after)), fell)
 
     def _sweeps(
         self, groups: Sequence[Group], terms: Sequence[Term], start: Elements, max_sweeps: int
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-        """Return the elements after one sweep and the best, and the share of the norm that the last sweep gained."""
-        elements = dict(start)
-        first, best, previous, fell = dict(start), dict(start), math.inf, 0.0
-        norm2 = _anchor_norm2(terms)
+    ) -> tuple[dict[str, Tensor], list[float], list[float], float]:
+        """Solve groups in turn, from moments, until the squared distance settles.
+
+        Returns the best elements, the squared distances by term after the first sweep and with the best elements, and
+        the share of the norm that the last sweep gained.
+        """
+        elements, norm2 = dict(start), _anchor_norm2(terms)
+        factors = [group.name for group in groups if group.kind.multiplies]
+        first: list[float] = []
+        best, after, previous, fell = dict(start), first, math.inf, 0.0
         for _ in range(max_sweeps if len(groups) > 1 else 1):
+            seen = {name: elements[name] for name in factors}
             for group in groups:
                 elements[group.name] = self.element(group, terms, elements)
-            distance2 = math.fsum(float(term.distances(elements).sum()) for term in terms)
+            found = [float(term.distances(elements).sum()) for term in terms]
+            distance2 = math.fsum(found)
+            first = first or found
             # With a pull to the identity a sweep may also lose: the pull is to the identity, not to the last sweep.
-            if previous == math.inf:
-                first = dict(elements)
             if distance2 < previous:
-                best = dict(elements)
+                best, after = dict(elements), found
             if distance2 >= previous - self.pair.settled * abs(previous):
-                fell = 0.0
-                break
+                return best, first, after, 0.0
+            # A rotation that was found for factors a share e away gains some e^2 of what it turns by a second solution.
+            change2 = max(
+                (float((elements[name] / was - 1).abs().max()) ** 2 for name, was in seen.items()), default=0.0
+            )
+            if change2 < self.pair.settled and change2 * norm2 < distance2:
+                return best, first, after, 0.0
             fell = 0.0 if previous == math.inf else (previous - distance2) / norm2
             previous = distance2
-        return first, best, fell
+        return best, first, after, fell
 
     def _descend_by_turns(self, pieces: Sequence[Piece], held: Elements, start: Elements, max_sweeps: int) -> Solved:
         """Descend where two groups mix different axes of one block: what all layers share, and what each has inside.
@@ -605,6 +611,10 @@ class Descent:
         before = math.fsum(map(_distance2, pieces))
         found = Distances(frozenset(self.names), before, first, min(distance2, previous))
         return Solved({**held, **best}, (found,), fell)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other.to(one.device))
 
 
 def _anchor_norm2(terms: Iterable[Term]) -> float:

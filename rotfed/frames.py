@@ -15,7 +15,7 @@ from rotfed.mergers import MeanOf, alike, normalised_weights, weighted_mean
 from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec, check_is_spec
 from rotfed.tensors import Params, squared_distance
-from rotfed.transform import identity_transform
+from rotfed.transform import Transform, identity_transform
 
 ANCHORS = ("global", "medoid", "consensus", "progressive", "tree")
 
@@ -82,8 +82,9 @@ def align_all(
     aligned = in_one_frame(models, spec, anchor, shares, align_pair, options)
     if reference is None and anchor != "consensus":
         return aligned
+    # From the medoid's frame a consensus drifts a little, and no unit leaves its place.
     home = models[medoid(models, shares)] if reference is None else reference
-    return follow(models, aligned, shares, spec, home, options)
+    return follow(models, aligned, shares, spec, home, options, near=reference is None)
 
 
 def in_one_frame(
@@ -133,13 +134,15 @@ def follow(
     spec: SymmetrySpec,
     home: Params | Anchor,
     options: AlignOptions,
+    near: bool = False,
 ) -> list[Alignment]:
     """Return the same alignments, all moved on by the one transform that brings their mean nearest to `home`.
 
-    They stay as they are where the type of some model cannot hold that.
+    Where the mean is `near`, its units are in their places. The alignments stay as they are where the type of some
+    model cannot hold the transform.
     """
-    mean = MeanOf([alignment.params for alignment in aligned], shares, wide=True)
-    transform = align(mean, home, spec, options).transform
+    mean = _mean_of([alignment.params for alignment in aligned], shares)
+    transform = to_home(mean, home, spec, options, near)
     if not any(transform.moving.values()):
         return list(aligned)
     moved = []
@@ -153,6 +156,21 @@ def follow(
         share = identity_share(total, lay_out(model, spec), options)
         moved.append(replace(alignment, params=params, transform=total, identity_permutations=share))
     return moved
+
+
+def to_home(
+    mean: Params, home: Params | Anchor, spec: SymmetrySpec, options: AlignOptions, near: bool = False
+) -> Transform:
+    """Return the transform that brings a mean nearest to `home`; where it is `near`, no unit changes places."""
+    pair = Pair(mean, home if isinstance(home, Anchor) else Anchor(home, spec, checked=True), options)
+    found = pair.resolved(identity_transform(spec).elements) if near else pair.solved()
+    return pair.transform(one for one in found.values() if one.after < one.before)
+
+
+def _mean_of(models: Sequence[Params], shares: Sequence[float]) -> Params:
+    """Return the plain mean to compute with: in memory where the models are, else computed as it is read."""
+    mean = MeanOf(models, shares, wide=True)
+    return dict(mean) if all(isinstance(model, dict) for model in models) else mean
 
 
 def _align_to_medoid(
@@ -180,7 +198,7 @@ def _align_to_consensus(
     lowest = spread2([alignment.params for alignment in at_medoid], shares)
     plain = spread2(models, shares)
     if plain <= lowest:
-        mean = Anchor(dict(MeanOf(models, shares, wide=True)), spec, checked=True)
+        mean = Anchor(_mean_of(models, shares), spec, checked=True)
         starts = [align(model, mean, spec, options) for model in models]
     else:
         starts = at_medoid
@@ -188,7 +206,7 @@ def _align_to_consensus(
     members: Sequence[Params] = [start.params for start in starts]
     best, previous = at_medoid, min(plain, lowest)
     for _ in range(max_renewals):
-        mean = Anchor(dict(MeanOf(members, shares, wide=True)), spec, checked=True)
+        mean = Anchor(_mean_of(members, shares), spec, checked=True)
         pairs = [Pair(model, mean, options) for model in models]
         aligned = [
             pair.aligned(pair.resolved(transform.elements)) for pair, transform in zip(pairs, transforms, strict=True)

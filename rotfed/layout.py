@@ -8,7 +8,7 @@ import fnmatch
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -252,6 +252,12 @@ def _laid_out(params: Params, spec: SymmetrySpec) -> Layout:
                 "its residual stream: load the spec of the whole model, tied weights included, or without residual=True"
             )
     return Layout(spec, prefix, naming, names, tuple(blocks), stacks, unmatched)
+
+
+def moving(params: Params, spec: SymmetrySpec, groups: Collection[str]) -> list[str]:
+    """Return the names of the parameters on which some of the groups act."""
+    units = lay_out(params, spec, folded=False).units
+    return [name for name in params if name in units and any(b.groups & set(groups) for b, _ in units[name].blocks)]
 
 
 def locate(params: Params, spec: SymmetrySpec) -> tuple[str, str]:

@@ -127,18 +127,15 @@ def _gain(group: Group, pieces: Sequence[Piece], scales: Sequence[str]) -> Tenso
     for factor, sides in scaled.items():
         # One side is scaled by c, the other by 1/c: units are compared where both sides have one norm, and in
         # absolute value. Exact where two models differ by permutation and scale alone.
-        duals = [dual for *_, dual in sides]
-        together = _balanced if factor.kind_name == "scale" else _beside
-        source, anchor = (together([side[which] for side in sides], duals) for which in (0, 1))
-        gains.append((anchor @ source.mT).abs_())
+        sources, anchors, duals = zip(*sides, strict=True)
+        if factor.kind_name == "scale":
+            gains.append((_balanced(anchors, duals) @ _balanced(sources, duals).mT).abs_())
+        else:
+            gains.append((torch.cat(anchors, dim=-1) @ torch.cat(sources, dim=-1).mT).abs_())
     total = gains[0]
     for gain in gains[1:]:
         total = total + gain
     return total
-
-
-def _beside(sides: Sequence[Tensor], duals: Sequence[bool]) -> Tensor:
-    return torch.cat(list(sides), dim=-1)
 
 
 def _balanced(sides: Sequence[Tensor], duals: Sequence[bool]) -> Tensor:

@@ -27,7 +27,7 @@ from rotfed.transform import act
 Elements = Mapping[str, Tensor]
 
 # Layers are read together up to so many entries: below, calls cost more than copies do.
-_TOGETHER = 2**17
+_TOGETHER = 2**19
 
 
 @dataclass(frozen=True)

@@ -53,13 +53,57 @@ def orthogonal_procrustes(cross: Tensor, pull: Pull = NO_PULL, reflections: bool
     # A zero moment carries no information at all: any positive pull then gives the identity.
     weight = torch.where(size > 0, (pull.to_identity + pull.null_space) * size, 1.0)
     identity = torch.eye(cross.shape[-1], dtype=torch.float64, device=cross.device)
-    u, _, vt = torch.linalg.svd((cross + weight * identity).to(torch.float32 if pull.single else torch.float64))
-    u, vt = u.double(), vt.double()
+    cross = cross + weight * identity
+    if not pull.single:
+        return _by_decomposition(cross, reflections)
+    rotation, sure = _by_products(cross, identity)
+    if not reflections:
+        sure &= torch.linalg.det(rotation.float()) > 0
+    if not bool(sure.all()):
+        rotation[~sure] = _by_decomposition(cross[~sure], reflections)
+    return rotation
+
+
+def _by_decomposition(cross: Tensor, reflections: bool) -> Tensor:
+    """Return the polar factors of matrices `(..., n, n)` from singular value decompositions."""
+    u, _, vt = torch.linalg.svd(cross)
     if not reflections:
         u = torch.cat([u[..., :-1], u[..., -1:] * torch.linalg.det(u @ vt).sign()[..., None, None]], dim=-1)
     rotation: Tensor = u @ vt
-    # One step of Newton and Schulz makes what a decomposition in float32 gives orthogonal to float64.
-    return rotation @ (1.5 * identity - 0.5 * rotation.mT @ rotation) if pull.single else rotation
+    return rotation
+
+
+# Odd polynomials a s + b s^3 + c s^5, one after another, that bring every s in [2e-4, 1] to 1 within 1e-8: each is the
+# best in the maximum norm on what the one before it leaves (the composition of arXiv 2505.16932, section 3).
+_TO_ONE = (
+    (8.505474, -25.246879, 18.739704),
+    (4.242029, -3.149754, 0.585289),
+    (4.193685, -3.116238, 0.581466),
+    (4.002464, -2.982652, 0.566234),
+    (3.391713, -2.542908, 0.516216),
+    (2.368121, -1.728811, 0.425304),
+    (1.899007, -1.276423, 0.377652),
+    (1.875, -1.25, 0.375),
+)
+
+
+def _by_products(cross: Tensor, identity: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the polar factors of matrices `(..., n, n)` by products in float32, and which of them are.
+
+    Several times as fast as a decomposition, of matrices whose singular values lie within a factor of 5000.
+    """
+    x = cross.float().reshape(-1, *cross.shape[-2:])
+    # Of the norms that bound the largest singular value this one is close, and takes one product.
+    bound = torch.linalg.matrix_norm(x @ x.mT, keepdim=True).sqrt()
+    x = x / (1.001 * bound).clamp_min(torch.finfo(torch.float32).tiny)
+    for a, b, c in _TO_ONE:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.reshape(cross.shape)
+    sure = (x @ x.mT - identity.float()).abs().amax((-2, -1)) < 1e-4
+    # One step of Newton and Schulz: what is orthogonal to float32 becomes so to float64.
+    rotation = x.double()
+    return rotation @ (1.5 * identity - 0.5 * rotation.mT @ rotation), sure
 
 
 def plane_procrustes(cross: Tensor, pull: Pull = NO_PULL) -> Tensor:

@@ -33,12 +33,13 @@ class Place(NamedTuple):
 
 
 class Spill:
-    """A file without a name that holds the tensors of a round.
+    """The tensors of a round: the first of them in memory, all others in a file without a name.
 
-    Parameters: `folder`, the system's temporary one by default. Raises RecordError where no file can be made in it.
+    Parameters: `folder`, where the file lies, the system's temporary one by default; `in_memory`, how many bytes stay
+    in memory. Raises RecordError where no file can be made in the folder.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, in_memory: int = 0) -> None:
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
         except OSError as error:
@@ -47,9 +48,14 @@ class Spill:
                 f"spill_folder: expected a folder that can be written to, found {found} ({error.strerror}); name another"
             ) from error
         self._end = 0
+        self._left = in_memory
 
-    def keep(self, params: Mapping[str, Tensor]) -> "Spilled":
-        """Write tensors to the file; return a mapping that reads each of them when it is asked for."""
+    def keep(self, params: Mapping[str, Tensor]) -> "Held | Spilled":
+        """Put tensors away; return a mapping that has each of them when it is asked for."""
+        size = sum(tensor.nbytes for tensor in params.values())
+        if size <= self._left:
+            self._left -= size
+            return Held(params)
         places = {}
         for name, tensor in params.items():
             data = tensor.detach().cpu().contiguous()
@@ -63,7 +69,7 @@ class Spill:
 
     def read(self, place: Place) -> Tensor:
         """Read one tensor into memory of its own."""
-        tensor = torch.empty_like(place.like, device="cpu")
+        tensor = torch.empty(place.like.shape, dtype=place.like.dtype)
         self._file.seek(place.offset)
         left = _bytes_of(tensor)
         while left:
@@ -78,6 +84,30 @@ class Spill:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """View the memory of a contiguous tensor."""
     return tensor.flatten().view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+class Held(Mapping[str, Tensor]):
+    """Tensors in memory, to be read one by one as if they were not."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = params
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._params[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+    def meta(self) -> Mapping[str, Tensor]:
+        """Names, shapes and types."""
+        return self._params
+
+    def record(self) -> ArrayRecord:
+        """Return the floating-point tensors as a strategy is given them."""
+        return to_record(widened(floating(self._params), torch.float32))
 
 
 class Spilled(Mapping[str, Tensor]):
@@ -103,7 +133,10 @@ class Spilled(Mapping[str, Tensor]):
 
     def record(self) -> ArrayRecord:
         """Return the floating-point tensors as a strategy is given them; each array is read when it is asked for."""
-        return ArrayRecord({name: SpilledArray(self, name) for name in floating(self.meta())})
+        record = ArrayRecord()
+        for name in floating(self._meta):
+            record[name] = SpilledArray(self, name)
+        return record
 
 
 class SpilledArray(Array):

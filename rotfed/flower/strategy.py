@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -11,27 +12,30 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result, Strategy
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from torch import Tensor
 
-from rotfed.align import DEFAULTS, Alignment, AlignOptions, align
+from rotfed.align import DEFAULTS, Alignment, AlignOptions
 from rotfed.errors import AlignmentError
 from rotfed.flower.records import to_record, to_state_dict
-from rotfed.flower.replies import Received, Usable, match_params, record_key
+from rotfed.flower.replies import Received, Usable, floating, match_params, record_key
 from rotfed.flower.reports import ClientReport, RoundReport
-from rotfed.flower.spill import Arriving, Spill, Spilled
+from rotfed.flower.spill import Arriving, Held, Spill, Spilled
 from rotfed.flower.wrapper import Wrapper, averages, selected, tied
 from rotfed.frame_test import MIN_GAIN, Framed, align_where_frames_differ, check_min_gain
-from rotfed.frames import chosen_anchor, follow
-from rotfed.layout import lay_out
+from rotfed.frames import chosen_anchor, follow, to_home
+from rotfed.layout import lay_out, moving
 from rotfed.matching import Anchor
 from rotfed.mergers import mean_tensor, normalised_weights
 from rotfed.residual import folded
 from rotfed.spec import SymmetrySpec
-from rotfed.tensors import Params, check_finite
+from rotfed.tensors import AT_ONCE, Params, check_finite
 
 # In a round all clients come from one model: joining them one by one or two by two is for models of their own.
 ROUND_ANCHORS = ("global", "medoid", "consensus")
 STARTS = ("auto", "plain", "aligned")
+
+REPLIES_IN_MEMORY = 2**30
 
 # The inner strategy aggregates what clients report; of a weighted mean, rotfed computes the model itself.
 _NO_MODEL = {"rotfed": torch.zeros(1)}
@@ -67,10 +71,10 @@ class AlignedStrategy(Wrapper):
         aligned where they lie in frames of their own (units changed places, or alignment takes away more than half of
         the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model; that it is
         the better start was not shown (docs/benchmark.md).
-    spill_folder
-        Around FedAvg and its like replies are kept in a file without a name, in this folder, the system's temporary one
-        by default; memory then holds a few models, however many clients answer. Any other strategy gets all replies at
-        once, and memory holds them.
+    replies_in_memory, spill_folder
+        Around FedAvg and its like memory holds so many bytes of a round's replies, a gigabyte by default; the others are
+        kept, as they arrive, in a file without a name in this folder, the system's temporary one by default. Any other
+        strategy gets all replies at once, and memory holds them.
 
     `reports` holds one `RoundReport` a round; its figures are also in the round's metrics. See `Wrapper` for replies
     that cannot be used.
@@ -84,6 +88,7 @@ class AlignedStrategy(Wrapper):
         options: AlignOptions = DEFAULTS,
         min_gain: float = MIN_GAIN,
         next_round_from: str = "auto",
+        replies_in_memory: int = REPLIES_IN_MEMORY,
         spill_folder: str | Path | None = None,
     ) -> None:
         super().__init__(inner)
@@ -105,6 +110,7 @@ class AlignedStrategy(Wrapper):
                 "take the weighted mean of the replies, such as FedAvg and FedProx"
             )
         self.next_round_from = next_round_from
+        self.replies_in_memory = replies_in_memory
         self.spill_folder = None if spill_folder is None else Path(spill_folder)
         if self.averages:
             # Whether it can be written to is to be known before the rounds.
@@ -150,7 +156,7 @@ class AlignedStrategy(Wrapper):
         """Align the usable replies, let the inner strategy aggregate them, restore names, types and shapes."""
         started = time.perf_counter()
         aggregate = self._by_mean if self.averages else self._by_inner
-        spill = Spill(self.spill_folder)
+        spill = Spill(self.spill_folder, self.replies_in_memory)
         try:
             received = self.receive(server_round, replies, lambda entry: self._read(entry, spill))
             arrays, metrics = aggregate(server_round, received, spill, started)
@@ -178,7 +184,8 @@ class AlignedStrategy(Wrapper):
         framed = Framed([])
         if models:
             reference = Anchor(self.broadcast, self.spec, checked=True)
-            centre = reference if self.anchor == "global" else _mean_like_flower(models, shares)
+            plain = _mean_like_flower(models, shares, floating(self.broadcast))
+            centre = reference if self.anchor == "global" else {**self.broadcast, **plain}
             framed = self._framed(models, shares, centre)
         alignments = list(framed.alignments)
         if framed.groups and self.anchor != "global":
@@ -205,7 +212,7 @@ class AlignedStrategy(Wrapper):
         models = [entry.params for entry in received.usable]
         merged, metrics = self._metrics_inside(server_round, received)
         shares = normalised_weights(len(models), [entry.weight for entry in received.usable]) if models else []
-        plain = _mean_like_flower(models, shares)
+        plain = _mean_like_flower(models, shares, floating(self.broadcast))
         made = bool(models) and merged is not None
         try:
             check_finite(plain, "mean")
@@ -221,7 +228,14 @@ class AlignedStrategy(Wrapper):
         framed = self._framed(models, shares, centre, spill)
         clients: list[ClientReport] = []
         moved = _each_moved(received.usable, framed, clients)
-        mean = _mean_like_flower(moved, shares) if framed.groups else plain
+        mean = dict(plain) if framed.groups else plain
+        if framed.groups:
+            mean |= _mean_like_flower(moved, shares, moving(self.broadcast, self.spec, framed.groups))
+            if self.anchor != "global":
+                turned = {**reference, **mean}
+                once = replace(self.options, groups=framed.groups, max_sweeps=1)
+                home = to_home(turned, reference, self.spec, once, near=not framed.far).over(turned)
+                mean |= {name: home[name] for name in mean}
         # Where nothing is moved there are still distances to report.
         for _ in moved:
             pass
@@ -233,34 +247,35 @@ class AlignedStrategy(Wrapper):
         # A model that is packed is not kept unpacked.
         buffers, differed = _buffers(models, shares), bool(framed.groups)
         del framed, centre
+        same = {name for name, tensor in mean.items() if tensor is plain[name]}
         next_start = to_record(self.typed({**plain, **buffers})) if apart or not differed else None
         del plain
+        if next_start is None:
+            return to_record(self.typed({**mean, **buffers})), metrics
         if not differed:
             return next_start, metrics
-        if self.anchor != "global":
-            mean |= align({**reference, **mean}, reference, self.spec, self.options).params
-        delivered = to_record(self.typed({**mean, **buffers}))
-        if next_start is not None:
-            # A copy, by value: whoever drives the rounds may copy what was delivered, and may change it.
-            self._delivered = ArrayRecord(dict(delivered.items())), next_start
+        typed = self.typed({**mean, **buffers})
+        moved_ones = to_record({name: tensor for name, tensor in typed.items() if name not in same})
+        delivered = ArrayRecord({name: moved_ones.get(name, next_start[name]) for name in typed})
+        # A copy, by value: whoever drives the rounds may copy what was delivered, and may change it.
+        self._delivered = ArrayRecord(dict(delivered.items())), next_start
         return delivered, metrics
 
-    def _metrics_inside(
-        self, server_round: int, received: Received
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def _metrics_inside(self, server_round: int, received: Received) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Let the inner strategy aggregate what clients report, in place of models, which only metrics get to see."""
         assert isinstance(self.inner, FedAvg)
         aggregate = self.inner.train_metrics_aggr_fn
 
         def with_models(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
             for entry in received.usable:
-                if isinstance(entry.params, Spilled):
+                if isinstance(entry.params, Spilled | Held):
                     entry.reply.content[record_key(entry.reply)] = entry.params.record()
             return aggregate(contents, weighted_by)
 
         for entry in received.usable:
             entry.reply.content[record_key(entry.reply)] = to_record(_NO_MODEL)
-        self.inner.train_metrics_aggr_fn = with_models
+        if aggregate is not aggregate_metricrecords:
+            self.inner.train_metrics_aggr_fn = with_models
         try:
             return self.inner.aggregate_train(server_round, received.messages)
         finally:
@@ -323,25 +338,34 @@ class RotFedAvg(AlignedStrategy):
         options: AlignOptions = DEFAULTS,
         min_gain: float = MIN_GAIN,
         next_round_from: str = "auto",
+        replies_in_memory: int = REPLIES_IN_MEMORY,
         spill_folder: str | Path | None = None,
         **fedavg_keywords: Any,
     ) -> None:
         inner = FedAvg(**fedavg_keywords)
-        super().__init__(inner, spec, anchor, options, min_gain, next_round_from, spill_folder)
+        super().__init__(inner, spec, anchor, options, min_gain, next_round_from, replies_in_memory, spill_folder)
 
 
-def _mean_like_flower(models: Iterable[Params], shares: Sequence[float]) -> dict[str, Tensor]:
+def _mean_like_flower(models: Iterable[Params], shares: Sequence[float], names: Iterable[str]) -> dict[str, Tensor]:
     """Return the weighted mean of floating-point parameters as Flower's FedAvg computes it, to the bit.
 
     Half precision is summed in float32, and stays so. One model is read at a time, one parameter at a time.
     """
     total: dict[str, Tensor] = {}
+    buffer: dict[torch.dtype, Tensor] = {}
+    names = list(names)
     for model, share in zip(models, shares, strict=True):
-        for name in model:
+        for name in names:
             tensor = model[name]
-            if tensor.is_floating_point():
-                part = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * share
-                total[name] = total[name].add_(part) if name in total else part
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            if name not in total:
+                total[name] = tensor.to(wide) * share
+                continue
+            part = buffer.setdefault(wide, torch.empty(AT_ONCE, dtype=wide))
+            own, others = total[name].flatten(), tensor.to(wide).flatten()
+            for start in range(0, len(own), AT_ONCE):
+                some = others[start : start + AT_ONCE]
+                own[start : start + AT_ONCE].add_(torch.mul(some, share, out=part[: len(some)]))
     return total
 
 
