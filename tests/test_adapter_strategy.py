@@ -27,7 +27,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch import Tensor, nn
 
 import rotfed
-from rotfed.adapters.client import read_residual
+from rotfed.adapters.client import read_delta
 from rotfed.errors import AlignmentError
 from rotfed.flower import AlignedStrategy, RotFedAvg, align_mod, to_record, to_state_dict
 from rotfed.flower.reports import AdapterReport
@@ -83,7 +83,7 @@ class Clients:
         self.trained: dict[int, dict[int, PeftModel]] = {}
         self.configs: dict[int, dict[str, Any]] = {}
         self.arrays: list[dict[str, Tensor]] = []
-        self.residuals: list[dict[str, Tensor]] = []
+        self.deltas: list[dict[str, Tensor]] = []
         self.app = ClientApp()
         self.app.train()(self._train)
 
@@ -95,8 +95,8 @@ class Clients:
         received = to_state_dict(message.content["arrays"])
         self.sent.setdefault(number, {})[partition] = received
         self.configs[number] = config
-        if "residual" in message.content:
-            rotfed.add_residual(model, to_state_dict(message.content["residual"]))
+        if "base-delta" in message.content:
+            rotfed.add_base_delta(model, to_state_dict(message.content["base-delta"]))
         set_peft_model_state_dict(model, rotfed.fit_adapter(received, get_peft_model_state_dict(model), SPEC))
         rotfed.train_factors(model, str(config.get("rotfed-train", "both")))
         generator = torch.Generator().manual_seed(100 * number + partition)
@@ -113,7 +113,7 @@ class Clients:
     def run(self, strategy: Strategy, params: dict[str, Tensor], rounds: int = 1) -> dict[str, Tensor]:
         def note(_: int, arrays: ArrayRecord) -> MetricRecord:
             self.arrays.append(to_state_dict(arrays))
-            self.residuals.append(getattr(strategy, "residual", {}))
+            self.deltas.append(getattr(strategy, "base_delta", {}))
             return MetricRecord()
 
         grid = InProcessGrid(self.app, len(self.ranks))
@@ -174,7 +174,7 @@ def test_nothing_is_lost_over_rounds_with_a_residual(aggregation: str) -> None:
     base = dict(adapted(4).named_parameters())
     for number in (1, 2, 3):
         model = loaded(clients.arrays[number], 4)
-        rotfed.add_residual(model, clients.residuals[number])
+        rotfed.add_base_delta(model, clients.deltas[number])
         for name, target in mean_of_updates(clients, number).items():
             weight = f"{name}.base_layer.weight"
             moved = dict(model.named_parameters())[weight].detach() - base[weight].detach()
@@ -190,7 +190,7 @@ def test_a_round_in_which_nothing_was_learned_changes_nothing(aggregation: str) 
     strategy = RotFedAvg(SPEC, aggregation=aggregation)
     for name, tensor in clients.run(strategy, params, rounds=2).items():
         torch.testing.assert_close(tensor, params[name], atol=1e-6, rtol=1e-6)
-    assert not strategy.residual
+    assert not strategy.base_delta
 
 
 def test_what_is_usual_may_be_said() -> None:
@@ -200,7 +200,7 @@ def test_what_is_usual_may_be_said() -> None:
 def test_a_strategy_that_is_started_again_knows_nothing_of_the_adapter_before() -> None:
     strategy = RotFedAvg(SPEC, aggregation="stack")
     Clients([2, 4]).run(strategy, start(4))
-    strategy.residual = {}
+    strategy.base_delta = {}
     other = {name: 2 * tensor for name, tensor in start(4).items()}
     again = Clients([4, 4])
     found = again.run(strategy, other)
@@ -405,7 +405,7 @@ def test_settings_are_logged_and_the_config_is_left_alone(caplog: pytest.LogCapt
     config = ConfigRecord()
     strategy.rounds.begin(1, start(4), config)
     assert not config
-    assert isinstance(to_record(strategy.residual), ArrayRecord) and not strategy.residual
+    assert isinstance(to_record(strategy.base_delta), ArrayRecord) and not strategy.base_delta
 
 
 def test_the_mod_turns_on_the_client_what_leaves_it() -> None:
@@ -429,17 +429,17 @@ def test_a_run_goes_on_from_the_residual_of_another() -> None:
     strategy = RotFedAvg(SPEC, aggregation="exact")
     params = clients.run(strategy, start(2))
     again = RotFedAvg(SPEC, aggregation="exact")
-    again.residual = read_residual(strategy.residual)
+    again.base_delta = read_delta(strategy.base_delta)
     clients.run(again, params)
-    for name, tensor in clients.residuals[-2].items():
-        torch.testing.assert_close(tensor, strategy.residual[name])
+    for name, tensor in clients.deltas[-2].items():
+        torch.testing.assert_close(tensor, strategy.base_delta[name])
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (
-            lambda left: {name: tensor for name, tensor in left.items() if "residual_A" not in name},
+            lambda left: {name: tensor for name, tensor in left.items() if "delta_A" not in name},
             "expected residual_B",
         ),
         (lambda left: {name: tensor * torch.nan for name, tensor in left.items()}, "NaN"),
@@ -452,7 +452,7 @@ def test_a_residual_of_something_else_is_refused_before_the_round(spoil: Callabl
     strategy = RotFedAvg(SPEC, aggregation="exact")
     params = clients.run(strategy, start(2))
     again = RotFedAvg(SPEC, aggregation="exact")
-    again.residual = spoil(strategy.residual)
+    again.base_delta = spoil(strategy.base_delta)
     with pytest.raises(AlignmentError, match=message):
         again.configure_train(1, to_record(params), ConfigRecord(), InProcessGrid(clients.app, 2))
 

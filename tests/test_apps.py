@@ -61,7 +61,7 @@ def test_the_defaults_are_valid():
         ("strength", 1.5),
         ("alpha", float("nan")),
         ("learning-rate", float("inf")),
-        ("proper", 1),
+        ("reflections", 1),
         ("layers", "3-1"),
         ("layers", "first"),
         ("dataset", " "),
@@ -97,7 +97,7 @@ def test_unknown_and_missing_keys_are_refused():
         ({"align": False, "aggregation": "exact"}, "aggregation = 'exact' has no effect at align = false"),
         ({"lora_targets": "query"}, "lora-targets = 'query' has no effect at lora-rank = 0"),
         ({"lora_rank": 2, "model": "/a/model", "residual": True}, "residual = True has no effect at lora-rank = 2"),
-        ({"lora_rank": 2, "model": "/a/model", "carry": "plain"}, "carry = 'plain' has no effect at lora-rank = 2"),
+        ({"lora_rank": 2, "model": "/a/model", "next_round_from": "plain"}, "next-round-from = 'plain' has no effect at lora-rank = 2"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(changes, message):
@@ -414,8 +414,11 @@ class LocalGrid(InProcessGrid):
     def __init__(self, run_config, nodes):
         super().__init__(client.app.app, nodes, run_config, first_node=100)
 
+    def pull_messages(self, message_ids):
+        return super().pull_messages(list(message_ids)[::-1])
+
     def send_and_receive(self, messages, *, timeout=None):
-        return list(super().send_and_receive(messages))[::-1]
+        return list(self.pull_messages(self.push_messages(messages)))
 
 
 @pytest.fixture(autouse=True)
@@ -610,7 +613,7 @@ def test_a_run_whose_clients_run_other_code_fails_with_one_sentence(tmp_path, mo
 
 
 def test_bad_settings_fail_before_a_message_is_sent(tmp_path, monkeypatch):
-    monkeypatch.setattr(LocalGrid, "send_and_receive", lambda *arguments, **keywords: pytest.fail("sent"))
+    monkeypatch.setattr(LocalGrid, "push_messages", lambda *arguments: pytest.fail("sent"))
     (tmp_path / "older.txt").write_text("a result")
     mkdir = os.mkdir
 

