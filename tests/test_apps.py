@@ -97,7 +97,10 @@ def test_unknown_and_missing_keys_are_refused():
         ({"align": False, "aggregation": "exact"}, "aggregation = 'exact' has no effect at align = false"),
         ({"lora_targets": "query"}, "lora-targets = 'query' has no effect at lora-rank = 0"),
         ({"lora_rank": 2, "model": "/a/model", "residual": True}, "residual = True has no effect at lora-rank = 2"),
-        ({"lora_rank": 2, "model": "/a/model", "next_round_from": "plain"}, "next-round-from = 'plain' has no effect at lora-rank = 2"),
+        (
+            {"lora_rank": 2, "model": "/a/model", "next_round_from": "plain"},
+            "next-round-from = 'plain' has no effect at lora-rank = 2",
+        ),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(changes, message):

@@ -145,7 +145,9 @@ def test_plain_fedavg_loses_turned_copies() -> None:
     assert float((averaged - true).square().mean() / true.var()) > 0.5 or float(correlation[0, 1]) < 0.5
 
 
-@pytest.mark.parametrize("options", [{"options": AlignOptions(["d_ff"])}, {"min_gain": 1.5}, {"min_gain": float("inf")}])
+@pytest.mark.parametrize(
+    "options", [{"options": AlignOptions(["d_ff"])}, {"min_gain": 1.5}, {"min_gain": float("inf")}]
+)
 def test_identity_alignment_equals_plain_to_the_bit(options: dict[str, Any]) -> None:
     def near(message: Message, partition: int) -> Message:
         generator = torch.Generator().manual_seed(partition)
