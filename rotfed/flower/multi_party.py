@@ -46,6 +46,7 @@ from rotfed.flower.wrapper import selected
 from rotfed.frames import align_all, chosen_anchor
 from rotfed.layout import lay_out
 from rotfed.learned import LearnedAlignment
+from rotfed.matching import Anchor
 from rotfed.mergers import weighted_mean
 from rotfed.residual import folded
 from rotfed.spec import SymmetrySpec
@@ -153,7 +154,7 @@ class MultiPartyStart:
         self.anchor = anchor
         self.learned = learned
         self.submit = submit
-        self.reference = None if reference is None else dict(folded(reference, spec))
+        self.reference = None if reference is None else dict(Anchor(folded(reference, spec), spec).params)
         self.rounds = rounds
         self.min_parties = min_parties
         self.min_available_nodes = max(min_parties, min_available_nodes)
