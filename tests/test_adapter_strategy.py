@@ -390,7 +390,10 @@ def test_specs_of_models_and_of_adapters_are_not_taken_for_each_other() -> None:
     whole: Any = WHOLE
     adapter: Any = SPEC
     for refuse, message in (
-        (lambda: RotFedAvg(adapter), r"found an AdapterSpec; use AdapterStrategy\(inner, spec\) for adapters"),
+        (
+            lambda: RotFedAvg(adapter, aggregation="mean"),
+            r"found an AdapterSpec; use AdapterStrategy\(inner, spec\) for adapters",
+        ),
         (lambda: AlignedStrategy(FedAdam(), adapter), "found an AdapterSpec; use AdapterStrategy"),
         (lambda: MultiPartyStart(adapter), "found an AdapterSpec; use AdapterStrategy"),
         (lambda: align_mod(adapter), r"found an AdapterSpec; use adapter_mod\(spec\) for adapters"),

@@ -385,9 +385,10 @@ def test_nodes_are_quiet_as_they_load_and_leave_transformers_as_it_was(
         ),
         ({"evaluate_clients": True}, ConfigError, "needs each client's own adapter"),
         ({"aggregation": "average"}, ConfigError, "must be one of '', 'mean'"),
-        ({"lora_rank": 0, "aggregation": "exact"}, AlignmentError, "aggregation: expected unset for a whole model"),
+        ({"lora_rank": 0, "aggregation": "exact"}, ConfigError, "aggregation = 'exact' has no effect at lora-rank = 0"),
         ({"strategy": "fedadam", "aggregation": "exact"}, AlignmentError, "makes up for a mean"),
-        ({"groups": "vo"}, AlignmentError, "groups: expected unset for an adapter"),
+        ({"groups": "vo"}, ConfigError, "groups = 'vo' has no effect at lora-rank = 2; leave it out"),
+        ({"layers": "0"}, ConfigError, "layers = '0' has no effect at lora-rank = 2; leave it out"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_a_message_is_sent(

@@ -342,6 +342,8 @@ class RotFedAvg(AlignedStrategy):
         spill_folder: str | Path | None = None,
         **fedavg_keywords: Any,
     ) -> None:
+        # Keywords of adapters would be told first that FedAvg does not know them.
+        selected(spec, options, "AdapterStrategy(inner, spec)")
         inner = FedAvg(**fedavg_keywords)
         super().__init__(inner, spec, anchor, options, min_gain, next_round_from, replies_in_memory, spill_folder)
 
