@@ -134,11 +134,14 @@ def _mean(
 
 def shared_rows(models: Sequence[Params]) -> list[Params]:
     """The models without what follows the rows that all have, where tables begin alike and end at different rows."""
+    metas = [meta_of(model) for model in models]
     uneven = {
-        name: min(len(model[name]) for model in models)
-        for name, tensor in models[0].items()
-        if any(model[name].shape != tensor.shape for model in models)
+        name: min(len(meta[name]) for meta in metas)
+        for name, tensor in metas[0].items()
+        if any(meta[name].shape != tensor.shape for meta in metas)
     }
+    if not uneven:
+        return list(models)
     return [{**model, **{name: model[name][:rows] for name, rows in uneven.items()}} for model in models]
 
 

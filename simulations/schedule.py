@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rotfed.checkpoints import quiet_transformers
+from rotfed.checkpoints.folder import quiet_transformers
 from rotfed.errors import ConvergenceWarning
 
 

@@ -1,6 +1,7 @@
 """Directories of LoRA adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from rotfed.adapters.aggregate import Aggregated, aggregate_adapters
 from rotfed.adapters.spec import PLAIN_STARTS, AdapterSpec, load_adapter_spec, plain_name
-from rotfed.checkpoints import ADAPTER_CONFIG, check_target, read_tensors, write_checkpoint
+from rotfed.checkpoints.weights import ADAPTER_CONFIG, read_tensors
+from rotfed.checkpoints.writing import check_target, write_checkpoint
 from rotfed.errors import AlignmentError, SpecError
 from rotfed.tensors import Params
 
@@ -159,7 +161,8 @@ def write_adapter(out: Path, params: Params, like: AdapterFolder) -> None:
         "rank_pattern": {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != usual},
     }
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    write_checkpoint(out, params, like.path, WEIGHTS, {ADAPTER_CONFIG: text})
+    # PEFT reads one file.
+    write_checkpoint(out, params.items(), like.path, WEIGHTS, {ADAPTER_CONFIG: text}, math.inf)
 
 
 def check_adapter_target(out: Path, models: Sequence[Path], force: bool) -> None:

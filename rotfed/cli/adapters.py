@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rotfed.adapters.folders import AdapterOptions, check_adapter_target, merge_adapters, read_adapter, write_adapter
 from rotfed.adapters.spec import PLAIN_STARTS
-from rotfed.checkpoints import ADAPTER_CONFIG, is_adapter
+from rotfed.checkpoints.weights import ADAPTER_CONFIG, is_adapter
 from rotfed.errors import AlignmentError
 from rotfed.mergers import normalised_weights
 

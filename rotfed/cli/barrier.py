@@ -13,16 +13,12 @@ from torch import Tensor
 import rotfed
 from rotfed.align import AlignOptions, align
 from rotfed.barrier import barrier_of, line, losses_along, score
-from rotfed.checkpoints import (
-    Checkpoint,
-    batches_of,
-    common_parameters,
-    model_with,
-    read_checkpoint,
-    read_examples,
-)
+from rotfed.checkpoints.common import common_parameters, differences
+from rotfed.checkpoints.folder import Checkpoint, read_checkpoint
+from rotfed.checkpoints.form import common_form
+from rotfed.checkpoints.models import batches_of, examples_in, model_with, read_examples
+from rotfed.checkpoints.weights import in_memory
 from rotfed.cli.console import DATA, BatchSize, Layers, Residual, numbers, open_console, refusals
-from rotfed.cli.form import common_form, examples_in, print_differences
 from rotfed.errors import AlignmentError, RotfedError
 
 
@@ -32,7 +28,7 @@ def barrier(
     data: Annotated[Path, typer.Option(help=DATA)],
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder for barrier.json and barrier.png.")],
     points: Annotated[int, typer.Option(help="Points on the line, both ends among them.")] = 11,
-    residual: Residual = True,
+    residual: Residual = None,
     layers: Layers = "",
     batch_size: BatchSize = 64,
 ) -> None:
@@ -50,13 +46,15 @@ def barrier(
         common = common_parameters(checkpoints)
         if differing := [*common.kept.items(), *common.left_out.items(), *common.uneven.items()]:
             raise AlignmentError(f"{differing[0][0]}: expected alike in both models, found {differing[0][1]}")
-        print_differences(console, checkpoints, common)
+        for sentence in differences(checkpoints, common):
+            console.print(sentence)
         chosen = numbers("layers", layers, int)
-        spec, (anchor, source), stream = common_form(checkpoints, common, residual, chosen)
-        console.print(stream)
+        form = common_form(checkpoints, common, residual, chosen)
+        anchor, source = (in_memory(params) for params in form.models)
+        console.print(form.stream)
         model = model_with(checkpoints[0], checkpoints[0].params)
         batches = batches_of(read_examples(data, model), batch_size)
-        alignment = align(source, anchor, spec, AlignOptions(layers=chosen))
+        alignment = align(source, anchor, form.spec, AlignOptions(layers=chosen))
         lines = {}
         for when, ends in (("before", common.models), ("after", [anchor, alignment.params])):
             # Their names in memory, where each is one tensor that the model computes with.
@@ -71,8 +69,8 @@ def barrier(
                 "data": str(data),
                 "points": points,
                 "examples": examples_in(batches),
-                "residual": spec.residual is not None,
-                "layers": list(spec.select_layers(chosen)),
+                "residual": form.spec.residual is not None,
+                "layers": list(form.spec.select_layers(chosen)),
             },
             "versions": {"rotfed": rotfed.__version__, "torch": torch.__version__},
             "seconds": round(time.perf_counter() - started, 2),

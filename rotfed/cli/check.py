@@ -11,20 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rotfed.checkpoints import (
-    ADAPTER_CONFIG,
-    is_adapter,
-    load_model,
-    new_model,
-    quiet_transformers,
-    stored_parameters,
-    weight_files,
-    with_tied_head,
-)
+from rotfed.checkpoints.folder import quiet_transformers
+from rotfed.checkpoints.form import stream_of_spec, with_tied_head
+from rotfed.checkpoints.models import load_model, new_model
+from rotfed.checkpoints.weights import ADAPTER_CONFIG, StoredWeights, is_adapter, weight_files
 from rotfed.checks import check_spec, randomize
 from rotfed.cli.adapters import check_folder, refuse_options
 from rotfed.cli.console import open_console, refusals, refuse
-from rotfed.cli.form import stream_of_spec
 from rotfed.errors import SpecError
 from rotfed.layout import Layout, lay_out
 from rotfed.library import load_spec, read_config, refusing, spec_files, supported_model_types
@@ -51,7 +44,7 @@ def check(
             refuse_options("an adapter, which has no model to run", {"run": run})
             check_folder(console, model.parent if model.name == ADAPTER_CONFIG else model)
             return
-        stored = stored_parameters(model)
+        stored = StoredWeights(model).meta()
         try:
             spec = load_spec(model)
             layout = lay_out(stored, spec) if stored else None

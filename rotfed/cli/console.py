@@ -9,13 +9,14 @@ import torch
 import typer
 from rich.console import Console
 
-from rotfed.checkpoints import (
-    quiet_transformers,
-)
-from rotfed.errors import AlignmentError, RotfedError
+from rotfed.checkpoints.folder import quiet_transformers
+from rotfed.errors import AlignmentError, ConvergenceWarning, RotfedError
 from rotfed.nearest import Nearest
 
-Residual = Annotated[bool, typer.Option(help="Align the residual stream, too, where the spec knows it.")]
+Residual = Annotated[
+    bool | None,
+    typer.Option("--residual/--no-residual", help="Align the residual stream, too; by default up to 300M parameters."),
+]
 Layers = Annotated[str, typer.Option(help="Numbers of the layers to align, such as 0,1; all by default.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Examples that the model takes at once.")]
 DATA = "A safetensors file of examples: the arguments of the model's forward pass, and labels."
@@ -47,7 +48,7 @@ def refusals() -> Iterator[None]:
 def notes(console: Console) -> Iterator[None]:
     """Print warnings as lines of their own."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", ConvergenceWarning)
         yield
     for warning in caught:
         console.print(f"note: {warning.message}")
