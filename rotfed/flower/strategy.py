@@ -361,7 +361,7 @@ def _mean_like_flower(models: Iterable[Params], shares: Sequence[float], names: 
             tensor = model[name]
             wide = torch.promote_types(tensor.dtype, torch.float32)
             if name not in total:
-                total[name] = tensor.to(wide) * share
+                total[name] = (tensor.to(wide) * share).contiguous()
                 continue
             part = buffer.setdefault(wide, torch.empty(AT_ONCE, dtype=wide))
             own, others = total[name].flatten(), tensor.to(wide).flatten()
