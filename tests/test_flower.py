@@ -36,7 +36,7 @@ import rotfed
 from rotfed.align import AlignOptions
 from rotfed.checks import example_inputs
 from rotfed.errors import AlignmentError, RecordError
-from rotfed.flower import AdapterStrategy, AlignedStrategy, RotFedAvg, align_mod, to_record, to_state_dict
+from rotfed.flower import AlignedStrategy, RotFedAvg, align_mod, to_record, to_state_dict
 from rotfed.layout import lay_out
 from simulations.grid import InProcessGrid
 from tests.models import EXAMPLES, change_of_function

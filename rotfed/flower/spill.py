@@ -41,11 +41,12 @@ class Spill:
 
     def __init__(self, folder: Path | None = None, in_memory: int = 0) -> None:
         try:
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # closed by `close`
         except OSError as error:
             found = "the system's temporary one" if folder is None else str(folder)
             raise RecordError(
-                f"spill_folder: expected a folder that can be written to, found {found} ({error.strerror}); name another"
+                f"spill_folder: expected a folder that can be written to, found {found} ({error.strerror}); "
+                "name another"
             ) from error
         self._end = 0
         self._left = in_memory

@@ -72,9 +72,9 @@ class AlignedStrategy(Wrapper):
         the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model; that it is
         the better start was not shown (docs/benchmark.md).
     replies_in_memory, spill_folder
-        Around FedAvg and its like memory holds so many bytes of a round's replies, a gigabyte by default; the others are
-        kept, as they arrive, in a file without a name in this folder, the system's temporary one by default. Any other
-        strategy gets all replies at once, and memory holds them.
+        Around FedAvg and its like memory holds so many bytes of a round's replies, a gigabyte by default; the others
+        are kept, as they arrive, in a file without a name in this folder, the system's temporary one by default. Any
+        other strategy gets all replies at once, and memory holds them.
 
     `reports` holds one `RoundReport` a round; its figures are also in the round's metrics. See `Wrapper` for replies
     that cannot be used.
@@ -106,8 +106,8 @@ class AlignedStrategy(Wrapper):
         if next_round_from not in STARTS or (next_round_from == "plain" and not self.averages):
             allowed = ", ".join(name for name in STARTS if self.averages or name != "plain")
             raise AlignmentError(
-                f"next_round_from: expected one of {allowed}, found {next_round_from!r}; 'plain' is for strategies that "
-                "take the weighted mean of the replies, such as FedAvg and FedProx"
+                f"next_round_from: expected one of {allowed}, found {next_round_from!r}; 'plain' is for strategies "
+                "that take the weighted mean of the replies, such as FedAvg and FedProx"
             )
         self.next_round_from = next_round_from
         self.replies_in_memory = replies_in_memory

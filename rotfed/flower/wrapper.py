@@ -195,7 +195,7 @@ class Wrapper(Strategy):
             log(WARNING, "%s: node %d left out of round %d: %s", where, node_id, server_round, reason)
 
     def typed(self, params: Params) -> dict[str, Tensor]:
-        """Return parameters in the order and types of the model sent out, whose buffers fill the places of missing ones."""
+        """Return parameters in the order and types of the model sent out, whose own stand in for missing ones."""
         return {name: params[name].to(like.dtype) if name in params else like for name, like in self.broadcast.items()}
 
 
@@ -213,7 +213,7 @@ def chain(strategy: Strategy) -> list[Strategy]:
 
 
 def tied(broadcast: Params, models: Iterable[Params]) -> list[list[str]]:
-    """Return sets of matrices that are equal in the model sent out and in every reply: weights that the model shares."""
+    """Return sets of matrices that are equal in the model sent out and in every reply: those that it shares."""
     everywhere = [broadcast, *models]
     sets: list[list[str]] = []
     for name, tensor in broadcast.items():

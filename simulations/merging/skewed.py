@@ -19,9 +19,9 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import rotfed
-from rotfed.frames import AlignPair
 from rotfed.flower import MultiPartyStart, register_party, to_record, to_state_dict
 from rotfed.flower.party import Descent
+from rotfed.frames import AlignPair
 from rotfed.learned import Loss, model_loss, refine
 from simulations.grid import InProcessGrid
 from simulations.merging.methods import LEARNED, data_free
