@@ -19,10 +19,10 @@ from client.training import evaluate as evaluate_model
 from client.training import pick_device, seed_everything
 from client.training import train as train_model
 from rotfed import SymmetrySpec, load_spec
-from rotfed.frames import AlignPair
 from rotfed.flower import register_party, to_record, to_state_dict
 from rotfed.flower.adapters import DELTA_KEY
 from rotfed.flower.party import Descent
+from rotfed.frames import AlignPair
 from rotfed.learned import Loss, model_loss, refine
 
 app = ClientApp()

@@ -195,7 +195,10 @@ def _check_together(settings: Settings, run_config: Mapping[str, UserConfigValue
     rank = settings.lora_rank
     for key, idle, cause in (
         ("aggregation", not settings.align, "align = false"),
+        ("aggregation", not rank, "lora-rank = 0"),
         ("lora-targets", not rank, "lora-rank = 0"),
+        ("groups", rank, f"lora-rank = {rank}"),
+        ("layers", rank, f"lora-rank = {rank}"),
         ("residual", rank, f"lora-rank = {rank}"),
         ("next-round-from", rank, f"lora-rank = {rank}"),
     ):

@@ -234,6 +234,7 @@ class Pair:
             try:
                 # What is read from elsewhere is moved when it is read, too.
                 params: Params = dict(moved) if isinstance(self.source, dict) else moved
+                before2, after2 = self._distances(kept, params)
             except TransformError as error:
                 # What its type cannot hold is at no distance at all.
                 lost = {name for name in kept if set(name) & set(error.groups)}
@@ -241,7 +242,6 @@ class Pair:
                     raise
                 kept = {name: one for name, one in kept.items() if name not in lost}
                 continue
-            before2, after2 = self._distances(kept, params)
             worse = [name for name, after in after2.items() if not after < before2[name]]
             if not worse:
                 break

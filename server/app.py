@@ -1,12 +1,13 @@
 """The Flower ServerApp: average the clients' transformers or adapters, aligned or not, and measure every round."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from logging import INFO
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx, Strategy
@@ -23,7 +24,8 @@ from client.settings import Settings, parse_settings
 from client.training import Evaluation, evaluate, pick_device, seed_everything
 from rotfed.align import AlignOptions
 from rotfed.flower import AdapterStrategy, AlignedStrategy, MultiPartyStart, to_record, to_state_dict
-from server.grid import OrderedGrid
+from rotfed.flower.replies import Reader, Received
+from server.grid import OrderedGrid, partition
 from server.results import Recorder, environment, make_empty, whole_or_nothing
 
 app = ServerApp()
@@ -89,8 +91,6 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
         recorder.add_round(entry)
         return MetricRecord({"loss": measured.loss, "accuracy": measured.accuracy})
 
-    grid = OrderedGrid(grid)
-
     def config() -> ConfigRecord:
         return ConfigRecord({FINGERPRINT_KEY: fingerprint(), **base})
 
@@ -99,11 +99,11 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
         learned = None if settings.learned == "none" else settings.learned
         spec = rotfed.load_spec(model, residual=True)
         start = MultiPartyStart(spec, learned=learned, min_available_nodes=settings.min_nodes)
-        arrays = start.run(grid, config=config())
+        arrays = start.run(OrderedGrid(grid), config=config())
         assert start.report is not None
         recorder.update(start=start.report.to_dict())
     result = strategy.start(
-        grid=grid,
+        grid=OrderedGrid(grid, streams=isinstance(strategy, AlignedByPartition)),
         initial_arrays=arrays,
         num_rounds=settings.num_server_rounds,
         train_config=config(),
@@ -118,6 +118,15 @@ def _run(grid: Grid, settings: Settings, recorder: Recorder) -> None:
             if settings.reads_text:
                 build_tokenizer(settings).save_pretrained(folder)
         log(INFO, "Saved %s, of %s, in %s", kind, settings.model, settings.save_model)
+
+
+class AlignedByPartition(AlignedStrategy):
+    """An aligned strategy that sums in the order of partitions, in whatever order clients finish."""
+
+    def receive(self, server_round: int, replies: Iterable[Message], read: Reader) -> Received:
+        """Sort the replies, as `OrderedGrid` does for other strategies."""
+        received = super().receive(server_round, replies, read)
+        return replace(received, usable=tuple(sorted(received.usable, key=lambda entry: partition(entry.reply))))
 
 
 def build_strategy(settings: Settings, model: adapters.Model, train_metrics: TrainMetrics) -> Strategy:
@@ -149,7 +158,7 @@ def build_strategy(settings: Settings, model: adapters.Model, train_metrics: Tra
         )
     spec = rotfed.load_spec(model, residual=settings.residual)
     options = AlignOptions(settings.groups, settings.layers, settings.reflections, settings.strength)
-    return AlignedStrategy(inner, spec, settings.anchor, options, settings.min_gain, settings.next_round_from)
+    return AlignedByPartition(inner, spec, settings.anchor, options, settings.min_gain, settings.next_round_from)
 
 
 def _measurement(model: adapters.Model, settings: Settings, corpus: Corpus) -> Measure:

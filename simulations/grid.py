@@ -27,7 +27,7 @@ class InProcessGrid(Grid):
 
     Parameters: `client_app`, called once a message; `num_nodes`; `run_config`, what the apps read as
     `context.run_config`. Messages are copied on their way in both directions, as a network would, and an exception in
-    the app becomes an error reply with Flower's code for it.
+    the app becomes an error reply with Flower's code for it. A node answers when its reply is pulled.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class InProcessGrid(Grid):
         first_node: int = 101,
     ) -> None:
         self.client_app = client_app
+        self._waiting: dict[str, Message] = {}
         self._run = Run.create_empty(run_id=1)
         # A message's constructor reads the identity of the process that it is made in.
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, _SERVER_NODE
@@ -72,27 +73,32 @@ class InProcessGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Not offered: an in-process node answers at once."""
-        raise NotImplementedError("InProcessGrid answers at once; use send_and_receive")
+        """Keep a copy of every message for its node, and return the messages' ids."""
+        pushed = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
+            self._waiting[message.metadata.message_id] = copy.deepcopy(message)
+            pushed.append(message.metadata.message_id)
+        return pushed
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Not offered: an in-process node answers at once."""
-        raise NotImplementedError("InProcessGrid answers at once; use send_and_receive")
+        """Hand messages to the app, one after another, each when its reply is asked for, and yield the replies."""
+        for message_id in message_ids:
+            if (message := self._waiting.pop(message_id, None)) is not None:
+                yield self._reply(message)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Hand every message to the app, one after another, and return the replies in order."""
-        replies = []
-        for message in messages:
-            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
-            arrived = copy.deepcopy(message)
-            try:
-                with _own_generators():
-                    reply = self.client_app(arrived, self.contexts[message.metadata.dst_node_id])
-            except Exception as error:  # what a SuperNode does with any exception of an app, and how it says it
-                reason = f"{type(error)}:<'{error}'>"
-                reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
-            replies.append(copy.deepcopy(reply))
-        return replies
+        return list(self.pull_messages(self.push_messages(messages)))
+
+    def _reply(self, message: Message) -> Message:
+        try:
+            with _own_generators():
+                reply = self.client_app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
+        except Exception as error:  # what a SuperNode does with any exception of an app, and how it says it
+            reason = f"{type(error)}:<'{error}'>"
+            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+        return copy.deepcopy(reply)
 
 
 @contextmanager

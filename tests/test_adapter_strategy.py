@@ -27,11 +27,21 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch import Tensor, nn
 
 import rotfed
-from rotfed.adapters.client import read_residual
+from rotfed.adapters.client import read_delta
 from rotfed.errors import AlignmentError
-from rotfed.flower import AlignedStrategy, RotFedAvg, align_mod, to_record, to_state_dict
+from rotfed.flower import (
+    AdapterStrategy,
+    AlignedStrategy,
+    MultiPartyStart,
+    RotFedAvg,
+    adapter_mod,
+    align_mod,
+    to_record,
+    to_state_dict,
+)
 from rotfed.flower.reports import AdapterReport
 from simulations.grid import InProcessGrid
+from tests.test_flower import SPEC as WHOLE
 from tests.test_flower import STOCK, reply_to
 
 NAMES = [f"base_model.model.{layer}.lora_{side}.weight" for layer in ("0", "2") for side in "AB"]
@@ -83,7 +93,7 @@ class Clients:
         self.trained: dict[int, dict[int, PeftModel]] = {}
         self.configs: dict[int, dict[str, Any]] = {}
         self.arrays: list[dict[str, Tensor]] = []
-        self.residuals: list[dict[str, Tensor]] = []
+        self.deltas: list[dict[str, Tensor]] = []
         self.app = ClientApp()
         self.app.train()(self._train)
 
@@ -95,8 +105,8 @@ class Clients:
         received = to_state_dict(message.content["arrays"])
         self.sent.setdefault(number, {})[partition] = received
         self.configs[number] = config
-        if "residual" in message.content:
-            rotfed.add_residual(model, to_state_dict(message.content["residual"]))
+        if "base-delta" in message.content:
+            rotfed.add_base_delta(model, to_state_dict(message.content["base-delta"]))
         set_peft_model_state_dict(model, rotfed.fit_adapter(received, get_peft_model_state_dict(model), SPEC))
         rotfed.train_factors(model, str(config.get("rotfed-train", "both")))
         generator = torch.Generator().manual_seed(100 * number + partition)
@@ -113,7 +123,7 @@ class Clients:
     def run(self, strategy: Strategy, params: dict[str, Tensor], rounds: int = 1) -> dict[str, Tensor]:
         def note(_: int, arrays: ArrayRecord) -> MetricRecord:
             self.arrays.append(to_state_dict(arrays))
-            self.residuals.append(getattr(strategy, "residual", {}))
+            self.deltas.append(getattr(strategy, "base_delta", {}))
             return MetricRecord()
 
         grid = InProcessGrid(self.app, len(self.ranks))
@@ -133,7 +143,7 @@ def mean_of_updates(clients: Clients, which: int = 1) -> dict[str, Tensor]:
 
 def test_ranks_4_8_and_16_aggregate_and_each_client_gets_its_own_back() -> None:
     clients = Clients([4, 8, 16])
-    strategy = RotFedAvg(SPEC)
+    strategy = AdapterStrategy(FedAvg(), SPEC)
     result = clients.run(strategy, start(), rounds=2)
     sizes = {number: [len(sent[part][NAMES[0]]) for part in range(3)] for number, sent in clients.sent.items()}
     assert sizes == {1: [16, 16, 16], 2: [4, 8, 16]}
@@ -150,7 +160,7 @@ def test_ranks_4_8_and_16_aggregate_and_each_client_gets_its_own_back() -> None:
 @pytest.mark.parametrize("aggregation", ["mean", "rotation", "optimal"])
 def test_every_client_of_one_rank_sees_what_the_report_says(aggregation: str) -> None:
     clients = Clients([3, 3, 3])
-    strategy = RotFedAvg(SPEC, aggregation=aggregation)
+    strategy = AdapterStrategy(FedAvg(), SPEC, aggregation=aggregation)
     found = clients.run(strategy, start(3))
     model = loaded(found, 3)
     report = strategy.reports[0]
@@ -167,18 +177,18 @@ def test_every_client_of_one_rank_sees_what_the_report_says(aggregation: str) ->
 
 
 @pytest.mark.parametrize("aggregation", ["exact", "exact-mean", "stack"])
-def test_nothing_is_lost_over_rounds_with_a_residual(aggregation: str) -> None:
+def test_nothing_is_lost_over_rounds_with_a_change_of_the_base(aggregation: str) -> None:
     clients = Clients([2, 4, 3], change=0.3)
-    clients.run(RotFedAvg(SPEC, aggregation=aggregation), start(4), rounds=3)
+    clients.run(AdapterStrategy(FedAvg(), SPEC, aggregation=aggregation), start(4), rounds=3)
     before = {name: torch.zeros_like(update) for name, update in updates(adapted(4)).items()}
     base = dict(adapted(4).named_parameters())
     for number in (1, 2, 3):
         model = loaded(clients.arrays[number], 4)
-        rotfed.add_residual(model, clients.residuals[number])
+        rotfed.add_base_delta(model, clients.deltas[number])
         for name, target in mean_of_updates(clients, number).items():
             weight = f"{name}.base_layer.weight"
             moved = dict(model.named_parameters())[weight].detach() - base[weight].detach()
-            # What clients trained on in this round was moved by the residuals of those before.
+            # What clients trained on in this round was moved by the changes of those before.
             expected = target + before[name]
             torch.testing.assert_close(moved + updates(model)[name], expected, atol=2e-5, rtol=1e-4)
             before[name] = moved
@@ -187,20 +197,20 @@ def test_nothing_is_lost_over_rounds_with_a_residual(aggregation: str) -> None:
 @pytest.mark.parametrize("aggregation", rotfed.adapters.METHODS)
 def test_a_round_in_which_nothing_was_learned_changes_nothing(aggregation: str) -> None:
     clients, params = Clients([4, 2], change=0.0), get_peft_model_state_dict(adapted(4))
-    strategy = RotFedAvg(SPEC, aggregation=aggregation)
+    strategy = AdapterStrategy(FedAvg(), SPEC, aggregation=aggregation)
     for name, tensor in clients.run(strategy, params, rounds=2).items():
         torch.testing.assert_close(tensor, params[name], atol=1e-6, rtol=1e-6)
-    assert not strategy.residual
+    assert not strategy.base_delta
 
 
 def test_what_is_usual_may_be_said() -> None:
-    RotFedAvg(SPEC, aggregation="optimal", over="both", proper=False, strength=1.0, anchor="global")
+    AdapterStrategy(FedAvg(), SPEC, aggregation="optimal", over="both", reflections=True, strength=1.0, anchor="global")
 
 
 def test_a_strategy_that_is_started_again_knows_nothing_of_the_adapter_before() -> None:
-    strategy = RotFedAvg(SPEC, aggregation="stack")
+    strategy = AdapterStrategy(FedAvg(), SPEC, aggregation="stack")
     Clients([2, 4]).run(strategy, start(4))
-    strategy.residual = {}
+    strategy.base_delta = {}
     other = {name: 2 * tensor for name, tensor in start(4).items()}
     again = Clients([4, 4])
     found = again.run(strategy, other)
@@ -218,7 +228,7 @@ def test_turned_copies_average_back_under_every_stock_strategy(name: str) -> Non
         return {n: t @ R if "lora_B" in n else R.mT @ t if "lora_A" in n else t for n, t in params.items()}
 
     clients = Clients([4] * 7, answer=turned)
-    strategy = AlignedStrategy(STOCK[name](), SPEC, aggregation="rotation")
+    strategy = AdapterStrategy(STOCK[name](), SPEC, aggregation="rotation")
     for key, tensor in clients.run(strategy, params).items():
         torch.testing.assert_close(tensor, params[key], atol=1e-4, rtol=1e-4)
 
@@ -226,8 +236,8 @@ def test_turned_copies_average_back_under_every_stock_strategy(name: str) -> Non
 def test_fedadam_steps_towards_the_combined_factors() -> None:
     clients = Clients([4, 4, 4])
     params = start(4)
-    found = clients.run(AlignedStrategy(FedAdam(eta=1e-2), SPEC, aggregation="optimal"), params)
-    goal = Clients([4, 4, 4]).run(RotFedAvg(SPEC, aggregation="optimal"), params)
+    found = clients.run(AdapterStrategy(FedAdam(eta=1e-2), SPEC, aggregation="optimal"), params)
+    goal = Clients([4, 4, 4]).run(AdapterStrategy(FedAvg(), SPEC, aggregation="optimal"), params)
     for name in NAMES:
         step, way = found[name] - params[name], goal[name] - params[name]
         assert float((step * way > 0).float().mean()) > 0.95
@@ -236,12 +246,12 @@ def test_fedadam_steps_towards_the_combined_factors() -> None:
 def test_frozen_factors_stay_and_a_client_that_changes_one_is_refused() -> None:
     params = start(4)
     clients = Clients([4, 4, 4])
-    found = clients.run(RotFedAvg(SPEC, train="B"), params, rounds=2)
+    found = clients.run(AdapterStrategy(FedAvg(), SPEC, train="B"), params, rounds=2)
     for name in NAMES:
         same = torch.equal(found[name], params[name])
         assert same if "lora_A" in name else not same
     assert {config["rotfed-train"] for config in clients.configs.values()} == {"B"}
-    strategy = RotFedAvg(SPEC, train="alternate")
+    strategy = AdapterStrategy(FedAvg(), SPEC, train="alternate")
     turns = Clients([4, 4, 4])
     turns.run(strategy, params, rounds=2)
     assert [config["rotfed-train"] for config in turns.configs.values()] == ["B", "A"]
@@ -250,7 +260,7 @@ def test_frozen_factors_stay_and_a_client_that_changes_one_is_refused() -> None:
     def disobedient(partition: int, answer: dict[str, Tensor]) -> dict[str, Tensor]:
         return {n: t + 0.01 if partition == 1 and "lora_A" in n else t for n, t in answer.items()}
 
-    strategy = RotFedAvg(SPEC, train="B")
+    strategy = AdapterStrategy(FedAvg(), SPEC, train="B")
     Clients([4, 4, 4], answer=disobedient).run(strategy, params)
     assert list(strategy.reports[0].refused) == [102]
     assert "lora_A.weight: expected as it was sent, found changed" in strategy.reports[0].refused[102]
@@ -260,14 +270,14 @@ def test_a_frozen_factor_may_come_back_in_the_clients_own_type() -> None:
     def rounded(_: int, answer: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.bfloat16() for name, tensor in answer.items()}
 
-    params, strategy = start(4), RotFedAvg(SPEC, train="B")
+    params, strategy = start(4), AdapterStrategy(FedAvg(), SPEC, train="B")
     found = Clients([4, 4], answer=rounded).run(strategy, params)
     assert not strategy.reports[0].refused
     assert all(torch.equal(found[name], params[name]) for name in NAMES if "lora_A" in name)
 
 
 def test_bfloat16_adapters_come_back_as_such() -> None:
-    found = Clients([4, 2]).run(RotFedAvg(SPEC), start(4, torch.bfloat16))
+    found = Clients([4, 2]).run(AdapterStrategy(FedAvg(), SPEC), start(4, torch.bfloat16))
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
@@ -305,7 +315,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
 def test_what_cannot_be_used_is_refused_and_the_round_goes_on(kind: str) -> None:
     spoil, reason = REFUSED[kind]
     clients = Clients([4, 4, 4], answer=lambda partition, answer: spoil(answer) if partition == 1 else answer)
-    strategy = RotFedAvg(SPEC)
+    strategy = AdapterStrategy(FedAvg(), SPEC)
     found = clients.run(strategy, start(4))
     assert list(strategy.reports[0].refused) == [102]
     assert re.search(reason, strategy.reports[0].refused[102]), strategy.reports[0].refused[102]
@@ -314,7 +324,7 @@ def test_what_cannot_be_used_is_refused_and_the_round_goes_on(kind: str) -> None
 
 def test_a_round_without_an_adapter_has_no_error_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     clients = Clients([4, 4], answer=lambda _, answer: {name: tensor * torch.nan for name, tensor in answer.items()})
-    strategy = RotFedAvg(SPEC)
+    strategy = AdapterStrategy(FedAvg(), SPEC)
     with caplog.at_level("INFO", logger="flwr"):
         clients.run(strategy, start(4))
     (report,) = strategy.reports
@@ -343,8 +353,8 @@ def dp() -> Strategy:
             )
             for aggregation in ("optimal", "exact", "stack")
         ],
-        (FedAdam, {"aggregation": "exact"}, "residual makes up for a mean"),
-        (FedAvgM, {"aggregation": "stack"}, "residual makes up for a mean"),
+        (FedAdam, {"aggregation": "exact"}, "change of the base makes up for a mean"),
+        (FedAvgM, {"aggregation": "stack"}, "change of the base makes up for a mean"),
         (dp, {"aggregation": "optimal"}, "expected 'rotation' to the global anchor"),
         (dp, {"aggregation": "rotation", "anchor": "consensus"}, "expected 'rotation' to the global anchor"),
         (dp, {"over": "A"}, "expected 'rotation' to the global anchor"),
@@ -353,14 +363,12 @@ def dp() -> Strategy:
         (FedAvg, {"anchor": "medoid"}, "anchor: expected one of global, consensus for adapters"),
         (FedAvg, {"over": "C"}, "over: expected one of both"),
         (FedAvg, {"train": "A"}, "train: expected one of both"),
-        (FedAvg, {"groups": ["qk"]}, "groups: expected unset for an adapter"),
         (FedAvg, {"strength": 1.5}, "strength: expected a number from 0 to 1"),
-        (FedAvg, {"proper": "yes"}, "proper: expected True or False, found 'yes'"),
-        (FedAvg, {"aggregation": "rotation", "max_sweeps": 0}, "max_sweeps: expected a whole number, at least 1"),
+        (FedAvg, {"reflections": "yes"}, "reflections: expected True or False, found 'yes'"),
         *[
             (FedAvg, {**method, name: value}, f"{name}: expected unset for .*only 'rotation' turns adapters.*{value}")
             for method in ({}, {"aggregation": "mean"}, {"train": "B"})
-            for name, value in (("over", "A"), ("proper", True), ("strength", 0.5), ("anchor", "consensus"))
+            for name, value in (("over", "A"), ("reflections", False), ("strength", 0.5), ("anchor", "consensus"))
         ],
     ],
 )
@@ -368,44 +376,62 @@ def test_combinations_that_make_no_sense_are_refused(
     inner: Callable[[], Strategy], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(AlignmentError, match=message):
-        AlignedStrategy(inner(), SPEC, **options)
+        AdapterStrategy(inner(), SPEC, **options)
 
 
 def test_around_privacy_rotation_is_the_default_and_no_reply_moves_away(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = AlignedStrategy(dp(), SPEC)
+    strategy = AdapterStrategy(dp(), SPEC)
     Clients([4, 4, 4]).run(strategy, start(4))
     report = strategy.reports[0]
     assert isinstance(report, AdapterReport) and report.aggregation == "rotation"
 
 
-def test_options_of_adapters_have_no_place_with_a_whole_model() -> None:
-    from tests.test_flower import SPEC as WHOLE
-
-    with pytest.raises(AlignmentError, match="aggregation: expected unset for a whole model"):
-        RotFedAvg(WHOLE, aggregation="optimal")
+def test_specs_of_models_and_of_adapters_are_not_taken_for_each_other() -> None:
+    whole: Any = WHOLE
+    adapter: Any = SPEC
+    for refuse, message in (
+        (
+            lambda: RotFedAvg(adapter, aggregation="mean"),
+            r"found an AdapterSpec; use AdapterStrategy\(inner, spec\) for adapters",
+        ),
+        (lambda: AlignedStrategy(FedAdam(), adapter), "found an AdapterSpec; use AdapterStrategy"),
+        (lambda: MultiPartyStart(adapter), "found an AdapterSpec; use AdapterStrategy"),
+        (lambda: align_mod(adapter), r"found an AdapterSpec; use adapter_mod\(spec\) for adapters"),
+        (lambda: AdapterStrategy(FedAvg(), whole), r"a SymmetrySpec; use AlignedStrategy\(inner, spec\) for whole"),
+        (lambda: adapter_mod(whole), r"found a SymmetrySpec; use align_mod\(spec\) for whole models"),
+        (
+            lambda: AdapterStrategy(FedAvg(), adapter.config),
+            "expected an AdapterSpec, found dict; pass what load_adapter",
+        ),
+        (lambda: adapter_mod(None), "expected an AdapterSpec, found NoneType"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(rotfed.SpecError, match=message):
+            refuse()
 
 
 def test_fedrot_lora_turns_over_a_and_b_in_turn() -> None:
     clients, params = Clients([4, 4, 4], change=0.3), start(4)
-    strategy = RotFedAvg(SPEC, aggregation="rotation", over="alternate", proper=True, strength=0.5)
+    strategy = AdapterStrategy(
+        FedAvg(), SPEC, aggregation="rotation", over="alternate", reflections=False, strength=0.5
+    )
     first = clients.run(strategy, params)
     replies = [get_peft_model_state_dict(clients.trained[1][partition]) for partition in range(3)]
     expected = rotfed.aggregate_adapters(
-        replies, SPEC, "rotation", [1, 2, 3], params, over="A", proper=True, strength=0.5
+        replies, SPEC, "rotation", [1, 2, 3], params, over="A", reflections=False, strength=0.5
     ).params
     for name in NAMES:
         torch.testing.assert_close(first[name], expected[name], atol=1e-5, rtol=1e-5)
 
 
 def test_settings_are_logged_and_the_config_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = RotFedAvg(SPEC, aggregation="rotation", over="A")
+    strategy = AdapterStrategy(FedAvg(), SPEC, aggregation="rotation", over="A")
     with caplog.at_level("INFO", logger="flwr"):
         strategy.summary()
     assert "Aggregation: 'rotation'" in caplog.text and "Over: A" in caplog.text
     config = ConfigRecord()
-    strategy.rounds.begin(1, start(4), config)
-    assert not config
-    assert isinstance(to_record(strategy.residual), ArrayRecord) and not strategy.residual
+    strategy.configure_train(1, to_record(start(4)), config, InProcessGrid(ClientApp(), 2))
+    assert list(config) == ["server-round"]
+    assert isinstance(to_record(strategy.base_delta), ArrayRecord) and not strategy.base_delta
 
 
 def test_the_mod_turns_on_the_client_what_leaves_it() -> None:
@@ -416,51 +442,59 @@ def test_the_mod_turns_on_the_client_what_leaves_it() -> None:
         return {n: t @ R if "lora_B" in n else R.mT @ t if "lora_A" in n else t for n, t in params.items()}
 
     clients = Clients([4, 4, 4], answer=turned)
-    clients.app = ClientApp(mods=[align_mod(SPEC)])
+    clients.app = ClientApp(mods=[adapter_mod(SPEC)])
     clients.app.train()(clients._train)
     for name, tensor in clients.run(FedAvg(), params).items():
         torch.testing.assert_close(tensor, params[name], atol=1e-5, rtol=1e-5)
-    with pytest.raises(AlignmentError, match="layers: expected unset for an adapter"):
-        align_mod(SPEC, layers=[0])
+    with pytest.raises(AlignmentError, match="strength: expected a number from 0 to 1"):
+        adapter_mod(SPEC, strength=2)
 
 
-def test_a_run_goes_on_from_the_residual_of_another() -> None:
+def test_a_run_goes_on_from_the_change_of_the_base_of_another() -> None:
     clients = Clients([2, 2], change=0.3)
-    strategy = RotFedAvg(SPEC, aggregation="exact")
+    strategy = AdapterStrategy(FedAvg(), SPEC, aggregation="exact")
     params = clients.run(strategy, start(2))
-    again = RotFedAvg(SPEC, aggregation="exact")
-    again.residual = read_residual(strategy.residual)
+    again = AdapterStrategy(FedAvg(), SPEC, aggregation="exact")
+    again.base_delta = read_delta(strategy.base_delta)
     clients.run(again, params)
-    for name, tensor in clients.residuals[-2].items():
-        torch.testing.assert_close(tensor, strategy.residual[name])
+    for name, tensor in clients.deltas[-2].items():
+        torch.testing.assert_close(tensor, strategy.base_delta[name])
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (
-            lambda left: {name: tensor for name, tensor in left.items() if "residual_A" not in name},
-            "expected residual_B",
+            lambda left: {name: tensor for name, tensor in left.items() if "delta_A" not in name},
+            "expected delta_B",
         ),
         (lambda left: {name: tensor * torch.nan for name, tensor in left.items()}, "NaN"),
-        (lambda left: {f"x.{name}": tensor for name, tensor in left.items()}, "expected a residual of shape None"),
+        (
+            lambda left: {f"x.{name}": tensor for name, tensor in left.items()},
+            "expected a change of the base of shape None",
+        ),
         (lambda left: {n: t[:5] if "_B" in n else t for n, t in left.items()}, r"of shape \(12, 10\).*found \(5, 10\)"),
     ],
 )
-def test_a_residual_of_something_else_is_refused_before_the_round(spoil: Callable[..., Any], message: str) -> None:
+def test_a_change_of_another_base_is_refused_before_the_round(spoil: Callable[..., Any], message: str) -> None:
     clients = Clients([2, 2], change=0.3)
-    strategy = RotFedAvg(SPEC, aggregation="exact")
+    strategy = AdapterStrategy(FedAvg(), SPEC, aggregation="exact")
     params = clients.run(strategy, start(2))
-    again = RotFedAvg(SPEC, aggregation="exact")
-    again.residual = spoil(strategy.residual)
+    again = AdapterStrategy(FedAvg(), SPEC, aggregation="exact")
+    again.base_delta = spoil(strategy.base_delta)
     with pytest.raises(AlignmentError, match=message):
         again.configure_train(1, to_record(params), ConfigRecord(), InProcessGrid(clients.app, 2))
 
 
-def test_a_base_weight_that_travels_with_the_adapter_takes_no_residual() -> None:
-    """Clients would send it back with the residual on it, and add the residual to it again."""
+def test_a_base_weight_that_travels_with_the_adapter_takes_no_change() -> None:
+    """Clients would send it back with the change on it, and add the change to it again."""
     params = {**start(4), "base_model.model.0.base_layer.weight": torch.ones(12, 10)}
+
+    def begin(aggregation: str) -> list[Message]:
+        strategy, grid = AdapterStrategy(FedAvg(), SPEC, aggregation=aggregation), InProcessGrid(ClientApp(), 2)
+        return list(strategy.configure_train(1, to_record(params), ConfigRecord(), grid))
+
     for aggregation in ("exact", "exact-mean", "stack"):
         with pytest.raises(AlignmentError, match=r"base_layer\.weight: expected no base weight"):
-            RotFedAvg(SPEC, aggregation=aggregation).rounds.begin(1, params, ConfigRecord())
-    RotFedAvg(SPEC, aggregation="optimal").rounds.begin(1, params, ConfigRecord())
+            begin(aggregation)
+    assert begin("optimal")

@@ -85,11 +85,15 @@ class Recorded(InProcessGrid):
 
     messages: tuple[Any, ...] = ()
 
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+    def push_messages(self, messages: Any) -> Any:
         sent = list(messages)
-        replies = list(super().send_and_receive(sent, timeout=timeout))
-        self.messages += (*sent, *copy.deepcopy(replies))
-        return replies
+        self.messages += tuple(sent)
+        return super().push_messages(sent)
+
+    def pull_messages(self, message_ids: Any) -> Any:
+        for reply in super().pull_messages(message_ids):
+            self.messages += (copy.deepcopy(reply),)
+            yield reply
 
 
 def config_of(texts: Path, task: str = "text", **changes: Any) -> dict[str, Any]:
@@ -213,7 +217,7 @@ def test_a_saved_whole_model_has_the_mean_of_what_clients_computed(
         mean = sum(share * each[name] for share, each in zip(weights / weights.sum(), clients, strict=True))
         torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     # Nodes measure the model that the server measures.
-    assert {m.metadata.message_type for m in grid.messages if "residual" in m.content} == {"train", "evaluate"}
+    assert {m.metadata.message_type for m in grid.messages if "base-delta" in m.content} == {"train", "evaluate"}
 
 
 def test_what_a_checkpoint_lacks_is_trained_and_saved_as_a_whole(
@@ -381,15 +385,16 @@ def test_nodes_are_quiet_as_they_load_and_leave_transformers_as_it_was(
         ),
         ({"evaluate_clients": True}, ConfigError, "needs each client's own adapter"),
         ({"aggregation": "average"}, ConfigError, "must be one of '', 'mean'"),
-        ({"lora_rank": 0, "aggregation": "exact"}, AlignmentError, "aggregation: expected unset for a whole model"),
+        ({"lora_rank": 0, "aggregation": "exact"}, ConfigError, "aggregation = 'exact' has no effect at lora-rank = 0"),
         ({"strategy": "fedadam", "aggregation": "exact"}, AlignmentError, "makes up for a mean"),
-        ({"groups": "vo"}, AlignmentError, "groups: expected unset for an adapter"),
+        ({"groups": "vo"}, ConfigError, "groups = 'vo' has no effect at lora-rank = 2; leave it out"),
+        ({"layers": "0"}, ConfigError, "layers = '0' has no effect at lora-rank = 2; leave it out"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_a_message_is_sent(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, error: Any, message: str
 ) -> None:
-    monkeypatch.setattr(InProcessGrid, "send_and_receive", lambda *_, **__: pytest.fail("sent"))
+    monkeypatch.setattr(InProcessGrid, "push_messages", lambda *_: pytest.fail("sent"))
     base = pretrained("text", tmp_path / "base")
     with pytest.raises(error, match=message):
         federate(config_of(texts, **{"model": base, **changes}))

@@ -15,11 +15,12 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import rotfed
-from rotfed.anchors import Step
+from rotfed.align import AlignOptions
 from rotfed.checks import example_inputs
 from rotfed.errors import AlignmentError
 from rotfed.flower import AlignedStrategy, MultiPartyStart, register_party, to_record, to_state_dict
 from rotfed.flower.party import ALIGN, DESCEND, KEEP, SUBMIT, Descent
+from rotfed.frames import AlignPair
 from rotfed.learned import refine
 from rotfed.residual import fold_norms
 from simulations.grid import InProcessGrid
@@ -93,7 +94,7 @@ class Grid(InProcessGrid):
 def parties(
     model: Callable[[int], Params],
     examples: Callable[[int], int] = lambda partition: 10,
-    refine: Callable[[Context], Step] | None = None,
+    refine: Callable[[Context], AlignPair] | None = None,
     descend: Callable[[Context, int], Descent] | None = None,
     spec: rotfed.SymmetrySpec = SPEC,
 ) -> ClientApp:
@@ -107,7 +108,7 @@ def parties(
     return app
 
 
-def by_weights(context: Context) -> Step:
+def by_weights(context: Context) -> AlignPair:
     """What stands in for a learned alignment where only the messages matter."""
     return lambda source, anchor, share: rotfed.align(source, anchor, SPEC)
 
@@ -116,11 +117,12 @@ def change(arrays: ArrayRecord, expected: Params = THETA) -> float:
     return change_of_function(MODEL, expected, to_state_dict(arrays), PIXELS)
 
 
-QUICK: dict[str, Any] = {"groups": ["qk", "d_ff"], "layers": [0], "max_sweeps": 1}
+QUICK = AlignOptions(["qk", "d_ff"], [0], max_sweeps=1)
+UNMOVED = AlignOptions([])
 
 
-def quickly(context: Context) -> Step:
-    return lambda source, anchor, share: rotfed.align(source, anchor, SPEC, **QUICK)
+def quickly(context: Context) -> AlignPair:
+    return lambda source, anchor, share: rotfed.align(source, anchor, SPEC, options=QUICK)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -152,7 +154,7 @@ def test_one_model_in_frames_of_the_parties_own_comes_back(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["medoid", "tree, own", "unsubmitted"])
 def test_with_the_residual_stream_models_are_folded_on_either_side(mode: str) -> None:
-    def refine(context: Context) -> Step:
+    def refine(context: Context) -> AlignPair:
         return lambda source, anchor, share: rotfed.align(source, anchor, RESIDUAL)
 
     app = parties(lambda p: THETA if p == 1 else turned(p, RESIDUAL), refine=refine, spec=RESIDUAL)
@@ -166,14 +168,14 @@ def test_with_the_residual_stream_models_are_folded_on_either_side(mode: str) ->
 @every_mode
 def test_the_wire_gives_what_the_library_gives_with_the_parties_weights(mode: str) -> None:
     weights = [1, 4, 2]
-    start = MultiPartyStart(SPEC, **MODES[mode], **QUICK)
+    start = MultiPartyStart(SPEC, **MODES[mode], options=QUICK)
     found = to_state_dict(start.run(Grid(parties(own, lambda p: weights[p], quickly), 3)))
     in_turn = start.submit and start.learned == "own" and start.anchor == "progressive"
     order = [1, 2, 0] if in_turn else [0, 1, 2]
     models = [own(p) for p in order]
-    expected = rotfed.merge(models, SPEC, [weights[p] for p in order], anchor=start.anchor, **QUICK)
+    expected = rotfed.merge(models, SPEC, [weights[p] for p in order], anchor=start.anchor, options=QUICK)
     assert_recovers(found, expected, 1e-4)
-    equal = rotfed.merge(models, SPEC, anchor=start.anchor, **QUICK)
+    equal = rotfed.merge(models, SPEC, anchor=start.anchor, options=QUICK)
     assert distance(found, equal) > 0.05 * norm(equal)
 
 
@@ -181,7 +183,7 @@ def test_a_party_is_asked_once_and_every_step_is_one_message() -> None:
     def batches(count: int, **options: Any) -> list[list[tuple[str, int]]]:
         # The fourth party has the most examples, the last the fewest.
         grid = Grid(parties(turned, lambda p: [2, 3, 4, 9, 1][p], quickly), count)
-        start = MultiPartyStart(SPEC, **options, **QUICK)
+        start = MultiPartyStart(SPEC, **options, options=QUICK)
         start.run(grid)
         assert start.report is not None and start.report.messages == sum(map(len, grid.batches))
         return grid.batches
@@ -205,7 +207,7 @@ def test_a_party_is_asked_once_and_every_step_is_one_message() -> None:
 def test_a_group_is_moved_as_a_whole_and_a_party_moves_its_own_model() -> None:
     shares: list[float] = []
 
-    def refine(context: Context) -> Step:
+    def refine(context: Context) -> AlignPair:
         def step(source: Params, anchor: Params, share: float) -> rotfed.Alignment:
             shares.append(share)
             return rotfed.align(source, anchor, SPEC)
@@ -334,7 +336,7 @@ def test_who_moves_what_others_handed_in_cannot_replace_it(lie: Callable[[Record
 @pytest.mark.parametrize("mode", ["medoid", "unsubmitted"])
 @pytest.mark.parametrize("examples", [1e308, 1e-30, float("inf"), 10**400], ids=lambda count: str(count)[:5])
 def test_a_count_that_no_data_have_is_refused_by_node(mode: str, examples: float) -> None:
-    start = MultiPartyStart(SPEC, **MODES[mode], groups=[])
+    start = MultiPartyStart(SPEC, **MODES[mode], options=UNMOVED)
     lie = only_to("align" if not start.submit else "submit", [101, 103], with_entries("metrics", num_examples=examples))
     assert change(start.run(Grid(parties(lambda p: THETA), 4, answer=lie))) < 1e-5
     assert start.report is not None and list(start.report.skipped) == [101, 103]
@@ -354,8 +356,8 @@ def test_the_mean_is_rounded_once_however_many_join(mode: str) -> None:
     def narrow(partition: int) -> Params:
         return {n: t.bfloat16() for n, t in own(partition % 4).items()}
 
-    as_it_is = lambda context: lambda source, anchor, share: rotfed.align(source, anchor, SPEC, groups=[])  # noqa: E731
-    start = MultiPartyStart(SPEC, **MODES[mode], groups=[])
+    as_it_is = lambda context: lambda source, anchor, share: rotfed.align(source, anchor, SPEC, options=UNMOVED)  # noqa: E731
+    start = MultiPartyStart(SPEC, **MODES[mode], options=UNMOVED)
     found = to_state_dict(start.run(InProcessGrid(parties(narrow, refine=as_it_is), 16)))
     exact = rotfed.weighted_mean([{n: t.double() for n, t in narrow(p).items()} for p in range(4)])
     assert distance(found, exact) < 2e-3 * norm(exact)
@@ -399,7 +401,7 @@ def test_a_party_without_weight_is_skipped_and_named(mode: str, examples: int) -
 
 @pytest.mark.parametrize("anchor", ["progressive", "tree"])
 def test_a_party_that_fails_in_its_step_is_merged_by_its_weights(anchor: str) -> None:
-    def refine(context: Context) -> Step:
+    def refine(context: Context) -> AlignPair:
         if context.node_config["partition-id"] == 1:
             raise RuntimeError("out of memory")
         if context.node_config["partition-id"] == 3:
@@ -463,12 +465,11 @@ def test_generalized_procrustes_is_the_consensus() -> None:
         ({"min_parties": 0}, "min_parties: expected a whole number"),
         ({"min_parties": "2"}, "min_parties: expected a whole number"),
         ({"min_available_nodes": None}, "min_available_nodes: expected a whole number"),
-        ({"proper": "yes"}, "proper: expected True or False"),
         ({"reference": {BIAS: THETA[BIAS]}}, "does not fit"),
         ({"reference": {**THETA, BIAS: THETA[BIAS] * torch.nan}}, "classifier.bias: expected finite values"),
         ({"reference": MODEL}, "parameters: expected a mapping"),
-        ({"strength": 0.0}, "strength"),
-        ({"groups": ["nope"]}, "nope"),
+        ({"options": {"strength": 0.5}}, "options: expected AlignOptions, found dict"),
+        ({"options": AlignOptions(["nope"])}, "nope"),
         ({"spec": None}, "spec: expected a SymmetrySpec"),
     ],
 )
@@ -540,7 +541,7 @@ def descend(context: Context, server_round: int) -> Descent:
     )
 
 
-def refine_on_own(context: Context) -> Step:
+def refine_on_own(context: Context) -> AlignPair:
     partition = int(context.node_config["partition-id"])
     return lambda source, anchor, share: (
         (
@@ -653,7 +654,7 @@ def test_together_one_liar_is_left_out_and_named(
     def still(context: Context, server_round: int) -> Descent:
         return lambda alignment: None
 
-    start = MultiPartyStart(SPEC, learned="together", rounds=1, groups=[])
+    start = MultiPartyStart(SPEC, learned="together", rounds=1, options=UNMOVED)
     arrays = start.run(Grid(parties(turned, descend=still), 3, answer=only_to(action, [102], lie)))
     assert start.report is not None and list(start.report.data_free) == [102]
     assert re.search(reason, start.report.data_free[102])
@@ -675,7 +676,7 @@ def test_together_the_parties_are_asked_and_nobody_else() -> None:
     expected = random.random()
     random.seed(1)
     grid = Restless(parties(turned, descend=still), 2)
-    MultiPartyStart(SPEC, learned="together", rounds=2, groups=[]).run(grid)
+    MultiPartyStart(SPEC, learned="together", rounds=2, options=UNMOVED).run(grid)
     assert random.random() == expected
     assert grid.batches == [[(action, 101), (action, 102)] for action in ("submit", "keep", "descend", "descend")]
 
@@ -688,7 +689,7 @@ def test_together_no_models_stay_behind_where_the_last_round_fails() -> None:
         return lambda alignment: None
 
     grid = Grid(parties(turned, descend=failing), 2)
-    start = MultiPartyStart(SPEC, learned="together", rounds=2, groups=[])
+    start = MultiPartyStart(SPEC, learned="together", rounds=2, options=UNMOVED)
     start.run(grid)
     assert start.report is not None and not start.report.data_free
     assert all(not context.state for context in grid.contexts.values())

@@ -21,7 +21,7 @@ from rotfed.errors import AlignmentError, RecordError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, Usable, match_params, widened
 from rotfed.flower.reports import AdapterReport
-from rotfed.flower.wrapper import Wrapper, averages, chain, require_unset, tied
+from rotfed.flower.wrapper import Wrapper, averages, chain, check_is_adapter_spec, require_unset, tied
 from rotfed.mergers import mean_tensor, normalised_weights
 from rotfed.tensors import check_finite
 
@@ -43,8 +43,8 @@ class AdapterStrategy(Wrapper):
     inner
         Any message-API strategy; it sees replies whose mean is the result.
     spec
-        What `rotfed.load_adapter_spec` gives. Adapters are sent and answered as `get_peft_model_state_dict(model)` gives
-        them.
+        The spec of the adapters, from `rotfed.load_adapter_spec`. Adapters are sent and answered as
+        `get_peft_model_state_dict(model)` gives them.
     aggregation
         The stand-in for the mean of updates, `"optimal"` by default (`"rotation"` around differential privacy, `"mean"`
         with a frozen factor; see `rotfed.aggregate_adapters`). `"exact"` and `"stack"` leave a change of the base
@@ -52,8 +52,8 @@ class AdapterStrategy(Wrapper):
         `base_delta` holds it, summed over all rounds.
     train
         `"both"` factors; `"B"` alone, A frozen as it was sent (FFA-LoRA, arXiv 2403.12313); or `"alternate"`, B in the
-        first round and A in the next (RoLoRA, arXiv 2502.01755). The train config says which under `"rotfed-train"`, for
-        `rotfed.train_factors`; a reply that changed the other is refused.
+        first round and A in the next (RoLoRA, arXiv 2502.01755). The train config says which under `"rotfed-train"`,
+        for `rotfed.train_factors`; a reply that changed the other is refused.
     anchor, over, reflections, strength
         Of `"rotation"` only, refused with any other: to the `"global"` adapter or to the `"consensus"`; over `"both"`
         factors, `"A"`, `"B"`, or `"alternate"`, A in the first round and B in the next, which with `strength` is
@@ -77,6 +77,7 @@ class AdapterStrategy(Wrapper):
         strength: float = 1.0,
     ) -> None:
         super().__init__(inner)
+        check_is_adapter_spec(spec, "AlignedStrategy(inner, spec)")
         private = self.private
         self.spec = spec
         self.train = train
@@ -151,7 +152,7 @@ class AdapterStrategy(Wrapper):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Remember the adapter that goes out, say which factor is trained, and let the inner strategy choose to whom."""
+        """Remember the adapter that goes out, say which factor is trained, and let the inner strategy choose nodes."""
         self._round, self.broadcast = server_round, to_state_dict(arrays)
         if server_round == 1 or not self._first:
             # A strategy may be started again, with another adapter.
@@ -205,8 +206,8 @@ class AdapterStrategy(Wrapper):
             expected = (modules[name].B.shape[0], modules[name].A.shape[1]) if name in modules else None
             if (found := (B.shape[0], A.shape[1])) != expected:
                 raise AlignmentError(
-                    f"{name}: expected a change of the base of shape {expected} as the adapter has, found {found}; set the one "
-                    "that was saved with this adapter"
+                    f"{name}: expected a change of the base of shape {expected} as the adapter has, found {found}; "
+                    "set the one that was saved with this adapter"
                 )
 
     @property

@@ -12,10 +12,11 @@ from rotfed.align import DEFAULTS, AlignOptions
 from rotfed.errors import RecordError, SpecError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import match_params
+from rotfed.flower.wrapper import check_is_adapter_spec, selected
 from rotfed.frame_test import MIN_GAIN, align_where_frames_differ, check_min_gain
 from rotfed.matching import Anchor
 from rotfed.residual import folded
-from rotfed.spec import SymmetrySpec, check_is_spec
+from rotfed.spec import SymmetrySpec
 from rotfed.tensors import Params
 
 # The records in which Flower's legacy API (NumPyClient, SecAgg+) carries what it sends out and gets back.
@@ -42,8 +43,7 @@ def align_mod(
     `[secaggplus_mod, align_mod(spec, names=...)]`. Raises a RotfedError inside the client, which reaches the server as
     that client's error, where the trained model cannot be aligned.
     """
-    check_is_spec(spec)
-    options.select(spec)
+    selected(spec, options, "adapter_mod(spec)")
     least = check_min_gain(min_gain)
     if not own_models and spec.residual is not None and spec.residual.folded:
         raise SpecError(
@@ -68,6 +68,7 @@ def adapter_mod(
     Parameters: `spec`, from `rotfed.load_adapter_spec`; `reflections` and `strength`, those of `"rotation"` (see
     `rotfed.aggregate_adapters`).
     """
+    check_is_adapter_spec(spec, "align_mod(spec)")
     check_rotation(reflections, strength)
 
     def turned(trained: Params, received: Params) -> Params:

@@ -42,12 +42,14 @@ from rotfed.flower.replies import (
     widened,
 )
 from rotfed.flower.reports import ClientReport
+from rotfed.flower.wrapper import selected
 from rotfed.frames import align_all, chosen_anchor
 from rotfed.layout import lay_out
 from rotfed.learned import LearnedAlignment
+from rotfed.matching import Anchor
 from rotfed.mergers import weighted_mean
 from rotfed.residual import folded
-from rotfed.spec import SymmetrySpec, check_is_spec
+from rotfed.spec import SymmetrySpec
 from rotfed.tensors import Params, to_work
 from rotfed.transform import Transform
 
@@ -130,8 +132,7 @@ class MultiPartyStart:
         min_available_nodes: int = 2,
         options: AlignOptions = DEFAULTS,
     ) -> None:
-        check_is_spec(spec)
-        options.select(spec)
+        selected(spec, options, "AdapterStrategy(inner, spec)")
         self.options = options
         anchor = chosen_anchor(anchor, START_ANCHORS)
         if learned not in (None, *LEARNED):
@@ -153,7 +154,7 @@ class MultiPartyStart:
         self.anchor = anchor
         self.learned = learned
         self.submit = submit
-        self.reference = None if reference is None else dict(folded(reference, spec))
+        self.reference = None if reference is None else dict(Anchor(folded(reference, spec), spec).params)
         self.rounds = rounds
         self.min_parties = min_parties
         self.min_available_nodes = max(min_parties, min_available_nodes)

@@ -81,9 +81,10 @@ def sort_replies(replies: Iterable[Message], sent: Sequence[Message], weight_key
             refuse(node_id, reply.error.reason or f"error code {reply.error.code}", reply, reply.error.code)
             continue
         try:
-            entry = Usable(reply, node_id, read_weight(reply, weight_key), {} if read is None else _taken_out(reply))
-            usable.append(entry if read is None else replace(entry, params=read(entry)))
+            usable.append(_usable(reply, node_id, weight_key, read))
         except RotfedError as error:
+            for record in reply.content.array_records.values():
+                record.clear()
             refuse(node_id, str(error), reply)
 
     for odd in _laid_out_oddly(usable):
@@ -98,6 +99,12 @@ def sort_replies(replies: Iterable[Message], sent: Sequence[Message], weight_key
         if node_id not in answered:
             refused[node_id] = NO_REPLY
     return Received(tuple(usable), tuple(failed), refused)
+
+
+def _usable(reply: Message, node_id: int, weight_key: str, read: Reader | None) -> Usable:
+    """Return a reply as it is used. Raises RotfedError to refuse it."""
+    entry = Usable(reply, node_id, read_weight(reply, weight_key), {} if read is None else _taken_out(reply))
+    return entry if read is None else replace(entry, params=read(entry))
 
 
 def read_weight(reply: Message, weight_key: str) -> float:

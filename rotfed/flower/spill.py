@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
@@ -17,7 +17,9 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from torch import Tensor
 
-from rotfed.flower.records import to_record
+from rotfed.errors import RecordError
+from rotfed.flower.records import NUMPY, to_record
+from rotfed.flower.replies import floating, widened
 
 # Between two rounds of asking for replies, as Flower waits itself.
 _WAIT_SECONDS = 3.0
@@ -34,11 +36,18 @@ class Spill:
     """The tensors of a round: the first of them in memory, all others in a file without a name.
 
     Parameters: `folder`, where the file lies, the system's temporary one by default; `in_memory`, how many bytes stay
-    in memory.
+    in memory. Raises RecordError where no file can be made in the folder.
     """
 
     def __init__(self, folder: Path | None = None, in_memory: int = 0) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # closed by `close`
+        except OSError as error:
+            found = "the system's temporary one" if folder is None else str(folder)
+            raise RecordError(
+                f"spill_folder: expected a folder that can be written to, found {found} ({error.strerror}); "
+                "name another"
+            ) from error
         self._end = 0
         self._left = in_memory
 
@@ -98,8 +107,8 @@ class Held(Mapping[str, Tensor]):
         return self._params
 
     def record(self) -> ArrayRecord:
-        """Return the tensors as a record."""
-        return to_record(self._params)
+        """Return the floating-point tensors as a strategy is given them."""
+        return to_record(widened(floating(self._params), torch.float32))
 
 
 class Spilled(Mapping[str, Tensor]):
@@ -124,25 +133,32 @@ class Spilled(Mapping[str, Tensor]):
         return self._meta
 
     def record(self) -> ArrayRecord:
-        """Return the tensors as a record, each of whose arrays is read when it is asked for."""
+        """Return the floating-point tensors as a strategy is given them; each array is read when it is asked for."""
         record = ArrayRecord()
-        for name in self:
+        for name in floating(self._meta):
             record[name] = SpilledArray(self, name)
         return record
 
 
 class SpilledArray(Array):
-    """An array of a record that lies in a spill file; its bytes are read when they are asked for."""
+    """An array that lies in a spill file, in float32 or wider; its bytes are read when they are asked for."""
 
     def __init__(self, spilled: Spilled, name: str) -> None:
         self._spilled, self._name = spilled, name
-        packed = to_record({name: torch.empty((), dtype=spilled.meta()[name].dtype)})[name]
-        self.dtype, self.stype, self.shape = packed.dtype, packed.stype, tuple(spilled.meta()[name].shape)
+        like = widened({name: spilled.meta()[name]}, torch.float32)[name]
+        self.dtype, self.stype, self.shape = str(like.dtype).removeprefix("torch."), NUMPY, tuple(like.shape)
+
+    def _read(self) -> Array:
+        return to_record(widened({self._name: self._spilled[self._name]}, torch.float32))[self._name]
 
     @property
     def data(self) -> bytes:  # type: ignore[override]
-        """The array as it travels."""
-        return to_record({self._name: self._spilled[self._name]})[self._name].data
+        """Return the array's bytes as they travel."""
+        return self._read().data
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Array:
+        """Return the array in memory, where a copy outlives the file."""
+        return self._read()
 
 
 class Arriving(Grid):
@@ -192,5 +208,6 @@ class Arriving(Grid):
                     found = True
                     open_ids.remove(message_id)
                     yield reply
+                    del reply
             if open_ids and not found:
                 time.sleep(_WAIT_SECONDS if end is None else max(0.0, min(_WAIT_SECONDS, end - time.monotonic())))

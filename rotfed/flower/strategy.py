@@ -21,7 +21,7 @@ from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, Usable, floating, match_params, record_key
 from rotfed.flower.reports import ClientReport, RoundReport
 from rotfed.flower.spill import Arriving, Held, Spill, Spilled
-from rotfed.flower.wrapper import Wrapper, averages, tied
+from rotfed.flower.wrapper import Wrapper, averages, selected, tied
 from rotfed.frame_test import MIN_GAIN, Framed, align_where_frames_differ, check_min_gain
 from rotfed.frames import chosen_anchor, follow, to_home
 from rotfed.layout import lay_out, moving
@@ -72,9 +72,9 @@ class AlignedStrategy(Wrapper):
         the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model; that it is
         the better start was not shown (docs/benchmark.md).
     replies_in_memory, spill_folder
-        Around FedAvg and its like memory holds so many bytes of a round's replies, a gigabyte by default; the others are
-        kept, as they arrive, in a file without a name in this folder, the system's temporary one by default. Any other
-        strategy gets all replies at once, and memory holds them.
+        Around FedAvg and its like memory holds so many bytes of a round's replies, a gigabyte by default; the others
+        are kept, as they arrive, in a file without a name in this folder, the system's temporary one by default. Any
+        other strategy gets all replies at once, and memory holds them.
 
     `reports` holds one `RoundReport` a round; its figures are also in the round's metrics. See `Wrapper` for replies
     that cannot be used.
@@ -92,7 +92,7 @@ class AlignedStrategy(Wrapper):
         spill_folder: str | Path | None = None,
     ) -> None:
         super().__init__(inner)
-        self.layers, self.groups = options.select(spec)
+        self.layers, self.groups = selected(spec, options, "AdapterStrategy(inner, spec)")
         self.spec = spec
         self.options = options
         self.min_gain = check_min_gain(min_gain)
@@ -106,12 +106,15 @@ class AlignedStrategy(Wrapper):
         if next_round_from not in STARTS or (next_round_from == "plain" and not self.averages):
             allowed = ", ".join(name for name in STARTS if self.averages or name != "plain")
             raise AlignmentError(
-                f"next_round_from: expected one of {allowed}, found {next_round_from!r}; 'plain' is for strategies that "
-                "take the weighted mean of the replies, such as FedAvg and FedProx"
+                f"next_round_from: expected one of {allowed}, found {next_round_from!r}; 'plain' is for strategies "
+                "that take the weighted mean of the replies, such as FedAvg and FedProx"
             )
         self.next_round_from = next_round_from
         self.replies_in_memory = replies_in_memory
         self.spill_folder = None if spill_folder is None else Path(spill_folder)
+        if self.averages:
+            # Whether it can be written to is to be known before the rounds.
+            Spill(self.spill_folder).close()
         self.reports: list[RoundReport] = []
         # What was delivered, and what the next round starts from in its place.
         self._delivered: tuple[ArrayRecord, ArrayRecord] | None = None
@@ -131,7 +134,8 @@ class AlignedStrategy(Wrapper):
 
     def start(self, grid: Grid, *arguments: Any, **keywords: Any) -> Result:
         """Run the rounds, as Flower's `Strategy.start`; around FedAvg and its like replies are taken as they arrive."""
-        return super().start(Arriving(grid) if self.averages else grid, *arguments, **keywords)
+        arriving = Arriving(grid) if self.averages and not isinstance(grid, Arriving) else grid
+        return super().start(arriving, *arguments, **keywords)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -338,6 +342,8 @@ class RotFedAvg(AlignedStrategy):
         spill_folder: str | Path | None = None,
         **fedavg_keywords: Any,
     ) -> None:
+        # Keywords of adapters would be told first that FedAvg does not know them.
+        selected(spec, options, "AdapterStrategy(inner, spec)")
         inner = FedAvg(**fedavg_keywords)
         super().__init__(inner, spec, anchor, options, min_gain, next_round_from, replies_in_memory, spill_folder)
 
@@ -355,7 +361,7 @@ def _mean_like_flower(models: Iterable[Params], shares: Sequence[float], names: 
             tensor = model[name]
             wide = torch.promote_types(tensor.dtype, torch.float32)
             if name not in total:
-                total[name] = tensor.to(wide) * share
+                total[name] = (tensor.to(wide) * share).contiguous()
                 continue
             part = buffer.setdefault(wide, torch.empty(AT_ONCE, dtype=wide))
             own, others = total[name].flatten(), tensor.to(wide).flatten()

@@ -19,9 +19,12 @@ from flwr.serverapp.strategy import (
 )
 from torch import Tensor
 
-from rotfed.errors import AlignmentError, RecordError
+from rotfed.adapters import AdapterSpec
+from rotfed.align import AlignOptions
+from rotfed.errors import AlignmentError, RecordError, SpecError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Reader, Received, floating, match_params, record_key, sort_replies, widened
+from rotfed.spec import SymmetrySpec, check_is_spec
 from rotfed.tensors import Params
 
 _PRIVATE = (
@@ -192,7 +195,7 @@ class Wrapper(Strategy):
             log(WARNING, "%s: node %d left out of round %d: %s", where, node_id, server_round, reason)
 
     def typed(self, params: Params) -> dict[str, Tensor]:
-        """Return parameters in the order and types of the model sent out, whose buffers fill the places of missing ones."""
+        """Return parameters in the order and types of the model sent out, whose own stand in for missing ones."""
         return {name: params[name].to(like.dtype) if name in params else like for name, like in self.broadcast.items()}
 
 
@@ -210,7 +213,7 @@ def chain(strategy: Strategy) -> list[Strategy]:
 
 
 def tied(broadcast: Params, models: Iterable[Params]) -> list[list[str]]:
-    """Return sets of matrices that are equal in the model sent out and in every reply: weights that the model shares."""
+    """Return sets of matrices that are equal in the model sent out and in every reply: those that it shares."""
     everywhere = [broadcast, *models]
     sets: list[list[str]] = []
     for name, tensor in broadcast.items():
@@ -227,6 +230,32 @@ def tied(broadcast: Params, models: Iterable[Params]) -> list[list[str]]:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
+
+
+def selected(spec: Any, options: Any, for_adapters: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the layers and groups that `options` choose of `spec`.
+
+    Raises SpecError where `spec` is no SymmetrySpec, naming what is `for_adapters` where it is an AdapterSpec, and
+    AlignmentError where `options` are no AlignOptions.
+    """
+    if isinstance(spec, AdapterSpec):
+        raise SpecError(f"spec: expected a SymmetrySpec, found an AdapterSpec; use {for_adapters} for adapters")
+    check_is_spec(spec)
+    if not isinstance(options, AlignOptions):
+        raise AlignmentError(
+            f"options: expected AlignOptions, found {type(options).__name__}; pass rotfed.AlignOptions(groups=..., ...)"
+        )
+    return options.select(spec)
+
+
+def check_is_adapter_spec(spec: Any, for_models: str) -> None:
+    """Raise SpecError where `spec` is no AdapterSpec, naming what is `for_models` where it is a SymmetrySpec."""
+    if isinstance(spec, SymmetrySpec):
+        raise SpecError(f"spec: expected an AdapterSpec, found a SymmetrySpec; use {for_models} for whole models")
+    if not isinstance(spec, AdapterSpec):
+        raise SpecError(
+            f"spec: expected an AdapterSpec, found {type(spec).__name__}; pass what load_adapter_spec(model) gives"
+        )
 
 
 def require_unset(what: str, **options: Any) -> None:

@@ -128,12 +128,13 @@ def changed(config: Mapping[str, Value]) -> dict[str, Value]:
 class AllAnswer(InProcessGrid):
     """A grid that ends the run where a client fails: FedAvg would go on without it, and average something else."""
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """As in an `InProcessGrid`. Raises RoundFailedError, with what the client said."""
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        for failed in filter(Message.has_error, replies):
-            raise RoundFailedError(f"a client failed: {error_text(failed.error.reason or '')}")
-        return replies
+        for reply in super().pull_messages(message_ids):
+            if reply.has_error():
+                raise RoundFailedError(f"a client failed: {error_text(reply.error.reason or '')}")
+            yield reply
+            del reply
 
 
 def grid_of(cell: Cell, places: Places, config: Mapping[str, Value]) -> InProcessGrid:

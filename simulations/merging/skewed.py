@@ -19,9 +19,9 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
 import rotfed
-from rotfed.frames import AlignPair
 from rotfed.flower import MultiPartyStart, register_party, to_record, to_state_dict
 from rotfed.flower.party import Descent
+from rotfed.frames import AlignPair
 from rotfed.learned import Loss, model_loss, refine
 from simulations.grid import InProcessGrid
 from simulations.merging.methods import LEARNED, data_free
@@ -56,13 +56,17 @@ class CountingGrid(InProcessGrid):
 
     bytes = 0
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Count what goes out and what comes back."""
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Count what goes out."""
         sent = list(messages)
         self.bytes += sum(map(_bytes, sent))
-        replies = list(super().send_and_receive(sent, timeout=timeout))
-        self.bytes += sum(_bytes(reply) for reply in replies if not reply.has_error())
-        return replies
+        return super().push_messages(sent)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Count what comes back."""
+        for reply in super().pull_messages(message_ids):
+            self.bytes += 0 if reply.has_error() else _bytes(reply)
+            yield reply
 
 
 def run(images: Images, seed: int, kept: Path) -> Iterator[dict[str, Any]]:
