@@ -203,6 +203,16 @@ class Pair:
         """Return the elements of all groups, by the sets of groups that share parameters."""
         return {component: self.solve(component, options) for component in self.components}
 
+    def in_place(self) -> dict[Component, Solved] | None:
+        """Return the elements of all groups where every unit provably stays in its place, None elsewhere."""
+        found = {}
+        for component in self.components:
+            descent, pieces = self._descent(component), self._touched(component)
+            if not descent.stays(pieces):
+                return None
+            found[component] = descent.descend(pieces, descent.in_place())
+        return found
+
     def resolved(self, start: Elements) -> dict[Component, Solved]:
         """Return the elements of all groups with permutations held, and the rest found from those of `start`."""
         return {c: self._descent(c).descend(self._touched(c), start) for c in self.components}

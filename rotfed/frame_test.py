@@ -102,6 +102,14 @@ def align_where_frames_differ(
     largest = max((gain.over_noise for gain in gains.values()), default=0.0)
     groups = tuple(name for component in kept for name in component)
     far = any(gain.far for gain in kept.values())
+    if len(models) == 2 and anchor != "global" and not far:
+        # Of the mean of two models each is a half, so that no unit gains by another place: they tell it of each other.
+        other = Pair(models[1], Anchor(models[0], spec, checked=True), options)
+        apart = gains_over_noise([other], [other.solved(replace(options, strength=1.0, max_sweeps=1))], [1.0])
+        beyond = {component: gain for component, gain in apart.items() if gain.far}
+        kept, far = {**kept, **beyond}, bool(beyond)
+        largest = max(largest, *(gain.over_noise for gain in beyond.values())) if beyond else largest
+        groups = tuple(name for component in kept for name in component)
     alignments: Sequence[Alignment]
     if kept and anchor != "global" and (far or anchor == "medoid"):
         alignments = in_one_frame(models, spec, anchor, shares, None, replace(options, groups=groups))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rotfed.errors import AlignmentError, TransformError
 from rotfed.layout import check_parameters
-from rotfed.tensors import Params, compute_type, meta_of, round_to
+from rotfed.tensors import AT_ONCE, Params, compute_type, meta_of, round_to
 
 
 def normalised_weights(count: int, weights: Sequence[float] | None) -> list[float]:
@@ -120,12 +120,15 @@ def _mean(
         device = device or tensor.device
         if share == 0:
             continue
-        # From the first on, so that values on which all agree (a folded norm's ones) stay as they are.
         if total is None or base is None:
-            base = tensor.detach().to(dtype)
+            base = tensor.detach().to(dtype).contiguous()
             total = base.clone()
-        else:
-            total.add_(tensor.detach().to(base.device, dtype) - base, alpha=share)
+            continue
+        # From the first on, so that values on which all agree (a folded norm's ones) stay as they are.
+        sums, firsts, others = (x.flatten() for x in (total, base, tensor.detach().to(base.device).contiguous()))
+        for start in range(0, len(sums), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            sums[part].add_(others[part].to(dtype) - firsts[part], alpha=share)
     assert total is not None
     if wide and not whole:
         return total

@@ -17,7 +17,7 @@ from rotfed.library import load_spec
 from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec
 
-LARGEST_STREAM = 300_000_000
+LARGEST_STREAM = 150_000_000
 """The number of parameters up to which the residual stream is aligned unless that is asked for."""
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,21 @@ class Widened(_Unread):
     def __init__(self, source: Mapping[str, Tensor]) -> None:
         self.source = source
         self._names = without_data(source)
+        self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        return widened(self.source[name])
+        # A mean of models and the models themselves are asked for the same parameter one after the other.
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, widened(self.source[name])
+        return self._last[1]
 
     def meta(self) -> dict[str, Tensor]:
         """Return the names, shapes and types, as tensors without data."""
+        return self._meta
+
+    @cached_property
+    def _meta(self) -> dict[str, Tensor]:
         return {name: widened(tensor) for name, tensor in without_data(self.source).items()}
 
 

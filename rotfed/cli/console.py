@@ -15,7 +15,7 @@ from rotfed.nearest import Nearest
 
 Residual = Annotated[
     bool | None,
-    typer.Option("--residual/--no-residual", help="Align the residual stream, too; by default up to 300M parameters."),
+    typer.Option("--residual/--no-residual", help="Align the residual stream, too; by default up to 150M parameters."),
 ]
 Layers = Annotated[str, typer.Option(help="Numbers of the layers to align, such as 0,1; all by default.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Examples that the model takes at once.")]
