@@ -85,9 +85,11 @@ def assign(gain: Tensor, pull: Pull = NO_PULL) -> Tensor:
     exactly by the shortest augmenting paths of Jonker and Volgenant (1987), as the package lapx has them.
     """
     identity = torch.arange(gain.shape[0], device=gain.device)
-    largest = gain.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
+    largest = float(gain.abs().amax()) or 1.0
     cost = -gain
-    cost.diagonal().sub_((pull.to_identity + pull.null_space) * largest)
+    # A pull that the type of the gains cannot hold would decide nothing.
+    weight = max(pull.to_identity + pull.null_space, 4 * torch.finfo(cost.dtype).eps)
+    cost.diagonal().sub_(weight * largest)
     if torch.equal(cost.argmin(0), identity):
         # Each source unit gains most at its own place, so no permutation gains more.
         return identity

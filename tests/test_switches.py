@@ -14,6 +14,7 @@ import rotfed
 from rotfed.checks import example_inputs, outputs
 from rotfed.cli import app
 from rotfed.examples import Example, examples
+from rotfed.layout import lay_out
 from rotfed.library import spec_files, supported_model_types
 
 FIRST = {example.model_type: example for example in reversed(examples().values())}
@@ -37,7 +38,7 @@ def verdict(example: Example, change: dict[str, Any]) -> str:
         return "not built"
     try:
         spec = rotfed.load_spec(model.config)
-        spec.resolve(model.state_dict())
+        lay_out(model.state_dict(), spec)
     except rotfed.SpecError:
         return "refused"
     # Raises FunctionChangedError where a switch changes the symmetry and the spec does not know.
