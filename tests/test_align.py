@@ -35,7 +35,9 @@ def test_more_sweeps_are_never_farther(strength: float, generator: torch.Generat
     spec = small_spec()
     for _ in range(20):
         source, anchor = small_params(generator), small_params(generator)
-        sequential = rotfed.align(source, anchor, spec, rotfed.AlignOptions(strength=strength, max_sweeps=1)).distance_after
+        sequential = rotfed.align(
+            source, anchor, spec, rotfed.AlignOptions(strength=strength, max_sweeps=1)
+        ).distance_after
         joint = rotfed.align(source, anchor, spec, rotfed.AlignOptions(strength=strength)).distance_after
         assert joint <= sequential * (1 + 1e-12)
 
@@ -65,7 +67,9 @@ def test_the_consensus_is_never_farther_apart_than_the_medoid_or_plain(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", rotfed.ConvergenceWarning)
             consensus, medoid = (
-                frames.spread2([a.params for a in rule(models, spec, shares, rotfed.AlignOptions(strength=strength))], shares)
+                frames.spread2(
+                    [a.params for a in rule(models, spec, shares, rotfed.AlignOptions(strength=strength))], shares
+                )
                 for rule in (frames._align_to_consensus, frames._align_to_medoid)
             )
         assert consensus <= min(medoid, frames.spread2(models, shares)) * (1 + 1e-12)
@@ -101,9 +105,9 @@ def test_every_option_finds_with_a_reused_anchor_what_it_finds_with_a_fresh_one(
     for turned_round in (False, True):
         anchor = rotfed.Anchor(theta, spec)
         places = list(range(len(options)))[:: -1 if turned_round else 1]
-        assert {i: rotfed.align(source, anchor, spec, rotfed.AlignOptions(**options[i])).distance_after for i in places} == dict(
-            enumerate(fresh)
-        )
+        assert {
+            i: rotfed.align(source, anchor, spec, rotfed.AlignOptions(**options[i])).distance_after for i in places
+        } == dict(enumerate(fresh))
     assert fresh[-2] <= 1e-6 * norm(theta)
 
 
@@ -138,7 +142,9 @@ def test_what_shrinks_below_the_type_is_refused_by_transforms_and_not_chosen(dty
     if dtype == torch.float16:
         anchor = down.apply({n: t.double() for n, t in source.items()})
         assert_same(rotfed.align(source, anchor, spec, rotfed.AlignOptions(groups=["vo_scale"])).params, source)
-        wide = rotfed.align({n: t.float() for n, t in source.items()}, anchor, spec, rotfed.AlignOptions(groups=["vo_scale"]))
+        wide = rotfed.align(
+            {n: t.float() for n, t in source.items()}, anchor, spec, rotfed.AlignOptions(groups=["vo_scale"])
+        )
         assert_recovers(wide.params, anchor)
 
 
@@ -181,7 +187,9 @@ def test_the_share_of_identities_counts_the_permutations_that_were_asked_for(gen
         assert rotfed.align(moved, theta, spec, rotfed.AlignOptions(layers=[0])).identity_permutations == 0.0
         assert rotfed.align(moved, theta, spec, rotfed.AlignOptions(layers=[])).identity_permutations == 1.0
         for rule, reference in (("medoid", theta), ("medoid", None), ("progressive", None)):
-            kept, other = rotfed.align_all([theta, moved], spec, rule, [0.6, 0.4], reference, options=rotfed.AlignOptions(layers=[0]))
+            kept, other = rotfed.align_all(
+                [theta, moved], spec, rule, [0.6, 0.4], reference, options=rotfed.AlignOptions(layers=[0])
+            )
             assert (kept.identity_permutations, other.identity_permutations) == (1.0, 0.0)
 
 

@@ -30,7 +30,9 @@ def turned(spec: SymmetrySpec, params: Params, *names: str) -> Params:
     return Transform(spec, {name: elements[name] for name in names}).apply(params)
 
 
-def centre_of(models: list[Params], weights: list[float], anchor: str, reference: rotfed.Anchor) -> Params | rotfed.Anchor:
+def centre_of(
+    models: list[Params], weights: list[float], anchor: str, reference: rotfed.Anchor
+) -> Params | rotfed.Anchor:
     """The model to align to under "global", else the plain mean of the models."""
     return reference if anchor == "global" else dict(MeanOf(models, weights, wide=True))
 

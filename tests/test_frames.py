@@ -98,7 +98,9 @@ def test_the_joint_optimum_is_nearer_than_the_sequential_one() -> None:
     gains = []
     for seed in range(5):
         source = turned(spec, noisy(theta, 0.3, seed), seed)
-        joint, sequential = (rotfed.align(source, theta, spec, rotfed.AlignOptions(max_sweeps=n)).distance_after for n in (20, 1))
+        joint, sequential = (
+            rotfed.align(source, theta, spec, rotfed.AlignOptions(max_sweeps=n)).distance_after for n in (20, 1)
+        )
         assert joint <= sequential + 1e-12
         gains.append(sequential - joint)
     assert max(gains) > 1e-4
@@ -107,7 +109,10 @@ def test_the_joint_optimum_is_nearer_than_the_sequential_one() -> None:
 def test_less_strength_moves_less() -> None:
     spec, theta = backbone("vit")
     source = turned(spec, theta, 5)
-    moves = [distance(rotfed.align(source, theta, spec, rotfed.AlignOptions(strength=s)).params, source) for s in (1.0, 0.3, 1e-6)]
+    moves = [
+        distance(rotfed.align(source, theta, spec, rotfed.AlignOptions(strength=s)).params, source)
+        for s in (1.0, 0.3, 1e-6)
+    ]
     assert moves == sorted(moves, reverse=True) and moves[-1] < 1e-3 * norm(theta)
 
 

@@ -375,7 +375,10 @@ def test_centred_alignment_is_the_nearest_of_its_kind(reflections: bool, generat
             other = rotfed.Transform(spec, {"residual": rival}).apply(source)
             assert best.distance_after <= distance(other, folded)
         moved = rotfed.Transform(spec, {"residual": turn}).apply(folded)
-        assert_recovers(rotfed.align(moved, folded, spec, rotfed.AlignOptions(groups=["residual"], reflections=reflections)).params, folded)
+        assert_recovers(
+            rotfed.align(moved, folded, spec, rotfed.AlignOptions(groups=["residual"], reflections=reflections)).params,
+            folded,
+        )
 
 
 def test_centred_rotations_keep_the_mean(generator: torch.Generator) -> None:

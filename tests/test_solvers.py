@@ -67,7 +67,9 @@ def test_ties_go_to_the_identity(dtype: torch.dtype) -> None:
         torch.testing.assert_close(assign(gain), torch.arange(len(gain)))
 
 
-@given(SEED, st.integers(2, 12), st.sampled_from([0.01, 0.3, 1.0, 3.0]), st.sampled_from([torch.float64, torch.float32]))
+@given(
+    SEED, st.integers(2, 12), st.sampled_from([0.01, 0.3, 1.0, 3.0]), st.sampled_from([torch.float64, torch.float32])
+)
 def test_assign_is_what_scipy_finds(seed: int, n: int, noise: float, dtype: torch.dtype) -> None:
     anchor = matrix(n, 4, seed=seed)
     source = anchor + noise * matrix(n, 4, seed=seed + 1)

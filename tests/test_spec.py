@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import rotfed
 from rotfed.axes import Atom, Concat, cuts, parse_axes
-from rotfed.library import bind_spec, spec_files
 from rotfed.layout import lay_out
+from rotfed.library import bind_spec, spec_files
 from rotfed.nearest import nearest_spec
 from rotfed.specfile import ParamTable, parse_spec_file
 from tests.models import _SMALL, EXAMPLES, assert_same, backbone, renamed, small_params, small_spec
