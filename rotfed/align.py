@@ -118,7 +118,9 @@ def align(source: Params, anchor: Params | Anchor, spec: SymmetrySpec, options: 
     does not fit, AlignmentError for values that are not finite. A ConvergenceWarning tells where the squared distance
     had not settled after several sweeps.
     """
-    pair = Pair(source, anchor if isinstance(anchor, Anchor) and anchor.spec == spec else _anchor(anchor, spec), options)
+    pair = Pair(
+        source, anchor if isinstance(anchor, Anchor) and anchor.spec == spec else _anchor(anchor, spec), options
+    )
     check_finite(source, "source")
     found = pair.solved()
     return pair.aligned(found)
@@ -137,12 +139,14 @@ class Solved:
     """The elements of coupled groups that bring a source nearest, and what they gain.
 
     `distances` holds, for the blocks on which the same groups act, the names of these groups and the squared distance
-    before and after. `fell` is the share of the anchor's squared norm by which the last sweep lowered it.
+    before and after. `fell` is the share of the anchor's squared norm by which the last sweep lowered it, `norm2` that
+    squared norm, over the blocks whose values a group changes.
     """
 
     elements: dict[str, Tensor]
     distances: tuple[tuple[frozenset[str], float, float], ...]
     fell: float = 0.0
+    norm2: float = 0.0
 
     @property
     def before(self) -> float:
@@ -245,9 +249,13 @@ class Pair:
         before = {name: one.before for name, one in kept.items()}
         after, types = {}, meta_of(self.source)
         for name, one in kept.items():
-            # Rounding to half precision can cost more than the alignment of two near frames gains.
-            half = any(types[n].element_size() < 4 for p in self._touched(name) for n in p.source_block.names[0])
-            after[name] = self._measured(name, params) if half or one.after < _MEASURED * one.before else one.after
+            held = {types[n].dtype for piece in self._touched(name) for n in piece.source_block.names[0]}
+            half = any(dtype.itemsize < 4 for dtype in held)
+            eps = max((torch.finfo(dtype).eps for dtype in held), default=0.0)
+            # Rounding the result can cost more than the alignment of two near frames gains: up to this much.
+            rounding = 2 * eps * one.norm2**0.5 * (one.before**0.5 + eps * one.norm2**0.5)
+            told = not half and one.after >= _MEASURED * one.before and one.before - one.after > rounding
+            after[name] = one.after if told else self._measured(name, params)
         return before, after
 
     def _measured(self, component: Component, params: Params) -> float:
@@ -334,7 +342,8 @@ def _joined(one: Solved, other: Solved, layers: Sequence[int]) -> Solved:
     elements = {name: element.clone() for name, element in one.elements.items()}
     for name, element in elements.items():
         element[layers] = other.elements[name][layers].to(element)
-    return Solved(elements, (*one.distances, *other.distances), max(one.fell, other.fell))
+    fell, norm2 = max(one.fell, other.fell), one.norm2 + other.norm2
+    return Solved(elements, (*one.distances, *other.distances), fell, norm2)
 
 
 @dataclass(frozen=True)
@@ -506,21 +515,21 @@ class Descent:
         if terms is None:
             terms = merged(contract(piece.under(moved), self.names) for piece in pieces)
         elements = {name: start[name] for name in names}
-        best, fell = self._sweeps(self.rest, terms, elements, sweeps)
+        norm2 = _anchor_norm2(terms)
+        best, fell = self._sweeps(self.rest, terms, elements, sweeps, norm2)
         before = terms if not moved else merged(contract(piece, self.names) for piece in pieces)
         distances = tuple(
             (frozenset(a.group.name for a in old.actions), float(old.distance2.sum()), float(new.distances(best).sum()))
             for old, new in zip(before, terms, strict=True)
         )
-        return Solved({**held, **best}, distances, fell)
+        return Solved({**held, **best}, distances, fell, norm2)
 
     def _sweeps(
-        self, groups: Sequence[Group], terms: Sequence[Term], start: Elements, max_sweeps: int
+        self, groups: Sequence[Group], terms: Sequence[Term], start: Elements, max_sweeps: int, norm2: float
     ) -> tuple[dict[str, Tensor], float]:
         """Return the best elements found from moments, and the share of the norm that the last sweep gained."""
         elements = dict(start)
         best, previous, fell = dict(elements), math.inf, 0.0
-        norm2 = _anchor_norm2(terms)
         for _ in range(max_sweeps if len(groups) > 1 else 1):
             for group in groups:
                 elements[group.name] = self.element(group, terms, elements)
@@ -535,9 +544,7 @@ class Descent:
             previous = distance2
         return best, fell
 
-    def _descend_by_turns(
-        self, pieces: Sequence[Piece], held: Elements, start: Elements, max_sweeps: int
-    ) -> Solved:
+    def _descend_by_turns(self, pieces: Sequence[Piece], held: Elements, start: Elements, max_sweeps: int) -> Solved:
         """Descend where two groups mix different axes of one block: what all layers share, and what each has inside.
 
         The moments of one side depend on the elements of the other: those of blocks on which both act are contracted
@@ -582,7 +589,7 @@ class Descent:
             fell = 0.0 if previous == math.inf else (previous - distance2) / norm2
             previous = distance2
         before = math.fsum(map(_distance2, pieces))
-        return Solved({**held, **best}, ((frozenset(self.names), before, min(distance2, previous)),), fell)
+        return Solved({**held, **best}, ((frozenset(self.names), before, min(distance2, previous)),), fell, norm2)
 
 
 def _anchor_norm2(terms: Iterable[Term]) -> float:

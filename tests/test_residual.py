@@ -320,7 +320,7 @@ def test_a_head_that_is_not_of_the_class_is_refused(case: str, tmp_path: Path) -
 
 
 def test_a_descent_that_has_not_settled_says_so() -> None:
-    (_, spec, source), (_, _, anchor) = built("vit"), built("vit", seed=1)
+    (_, spec, source), (_, _, anchor) = built("gpt_neox"), built("gpt_neox", seed=1)
     source, anchor = (fold_norms(theta, spec) for theta in (source, anchor))
     with pytest.warns(rotfed.ConvergenceWarning, match=r"residual.* in the last of 2 sweeps.*raise max_sweeps"):
         rotfed.align(source, anchor, spec, rotfed.AlignOptions(max_sweeps=2))
