@@ -22,7 +22,7 @@ from rotfed.matching import (
     plain_units_stay,
     turning_units_stay,
 )
-from rotfed.moments import Elements, Piece, Term, contract, merged, mixed_axes, per_index, renewed, solve
+from rotfed.moments import Elements, Piece, Term, contract, merged, mixed_axes, per_index, per_layer, renewed, solve
 from rotfed.solvers import Pull
 from rotfed.spec import Group, SymmetrySpec
 from rotfed.tensors import Params, check_finite, compute_type, meta_of, squared_difference
@@ -377,10 +377,18 @@ class Descent:
         """Return the optimal elements of one group with those of the others held."""
         return solve(group, terms, elements, self.pull, self.options.reflections, self.pair.noise)
 
+    def nearest(self, group: Group, terms: Iterable[Term], elements: Elements) -> Tensor:
+        """Return the optimal elements of one group under no restriction, for bounds that hold under every one."""
+        return solve(group, terms, elements, Pull(null_space=self.pair.null_space), True, self.pair.noise)
+
     # --- units in their places ---------------------------------------------------------------------------------------
 
     def stay(self, pieces: Sequence[Piece], near: Sequence[Term]) -> set[Layer]:
-        """Return the layers in which all units provably stay in their places."""
+        """Return the layers in which all units provably stay in their places, however heads turn; scales are held.
+
+        A unit moved alone would lose more on the parts of it that no permutation inside it touches than it could gain
+        on all of it together.
+        """
         layers = {layer for piece in pieces for layer in piece.layers}
         mixing = [group for group in self.rest if group.kind.mixes]
         for position, group in enumerate(self.permutations):
@@ -388,14 +396,12 @@ class Descent:
             own = [p for p in pieces if p.source_block.once(group.name) and not later & p.source_block.groups]
             if not own:
                 continue
-            terms = [t for t in near if t.action(group.name) and not later & {a.group.name for a in t.actions}]
-            turns = [other.name for other in mixing if other.indexed_by(group)]
-            found = self._in_place(group, own, turns, terms, {})
+            turns = [other for other in mixing if any(p.touched_by([other.name]) for p in own)]
+            found = self._in_place(group, own, turns, near, {})
             if mixing and found != layers:
                 # They may be in their places, only turned.
-                elements = self._turned(mixing, near)
-                found |= self._in_place(group, own, turns, terms, elements)
-            layers &= found
+                found |= self._in_place(group, own, turns, near, self._turned(mixing, near))
+            layers = layers & found if group.layered or None not in found else layers
         return layers
 
     def _turned(self, mixing: Sequence[Group], near: Sequence[Term]) -> dict[str, Tensor]:
@@ -405,15 +411,21 @@ class Descent:
         return elements
 
     def _in_place(
-        self, group: Group, pieces: Sequence[Piece], turns: Sequence[str], terms: Sequence[Term], elements: Elements
+        self, group: Group, pieces: Sequence[Piece], turns: Sequence[Group], near: Sequence[Term], elements: Elements
     ) -> set[Layer]:
-        moved2 = per_index(group, terms, [term.distances(elements) for term in terms], group.size).clamp_min(0)
-        if turns:
-            return turning_units_stay(group, pieces, turns, moved2, self.pair.anchor, self.element)
-        return plain_units_stay(group, pieces, moved2, self.pair.anchor)
+        distances = [term.distances(elements) for term in near]
+        moved2 = per_index(group, near, distances, group.size).clamp_min(0)
+        names = [turn.name for turn in turns]
+        if not names:
+            return plain_units_stay(group, pieces, moved2, self.pair.anchor)
+        together = not all(turn.indexed_by(group) for turn in turns)
+        if together:
+            # Units that turn together gain together: what all of a layer could gain bounds it.
+            moved2 = per_layer(group, near, distances).clamp_min(0).expand_as(moved2)
+        return turning_units_stay(group, pieces, names, moved2, self.pair.anchor, None if together else self.nearest)
 
     def stays(self, pieces: Sequence[Piece]) -> bool:
-        """Return whether all units provably stay in their places, whatever else turns: by the groups within layers."""
+        """Return whether all units provably stay in their places, with what all layers share held."""
         if not self.permutations:
             return True
         within = replace(self, rest=[group for group in self.rest if group.layered])

@@ -16,7 +16,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rotfed.errors import SpecError
 from rotfed.layout import Layer, Layout, lay_out
 from rotfed.moments import Elements, Piece, Term, contract, merged, per_index
 from rotfed.solvers import Pull, assign
@@ -281,17 +280,22 @@ def turning_units_stay(
     turns: Sequence[str],
     moved2: Tensor,
     anchor: Anchor,
-    solver: Solver,
+    solver: Solver | None,
 ) -> set[Layer]:
     """Return the layers in which every unit that may turn provably stays in its place.
 
     Distances are those between orbits: of all that a unit can be turned to. `moved2` as for `plain_units_stay`, after
-    each unit has been turned to its counterpart.
+    each unit has been turned to its counterpart. Where a first bound fails, the `solver` finds them exactly; None for
+    units that turn together, of which it would find others.
     """
     layers = sorted({layer for piece in pieces for layer in piece.layers if layer is not None}) if group.layered else []
 
     def staying(bound: Tensor) -> set[Layer]:
-        near = (moved2 < bound.to(moved2.device)).flatten(1).all(1) if group.layered else (moved2 < bound.to(moved2.device))
+        near = (
+            (moved2 < bound.to(moved2.device)).flatten(1).all(1)
+            if group.layered
+            else (moved2 < bound.to(moved2.device))
+        )
         if not group.layered:
             return {None} if bool(near.all()) else set()
         return {layer for layer in layers if bool(near[layer])}
@@ -301,7 +305,7 @@ def turning_units_stay(
     if key not in anchor.radii:
         anchor.radii[key] = _orbits_apart2(group, pieces, turns) / 4
     stay = staying(anchor.radii[key])
-    if left := wanted - stay:
+    if (left := wanted - stay) and solver is not None:
         here = [p for piece in pieces if (p := piece.within(left if group.layered else piece.layers)) is not None]
         exact = ("exact", group.name, tuple(turns), _signature(here))
         if exact not in anchor.radii:
@@ -320,34 +324,28 @@ def _orbits_apart2(group: Group, pieces: Sequence[Piece], turns: Sequence[str]) 
     """
     apart: Tensor | None = None
     for name in turns:
-        actions = [(piece, action) for piece in pieces if (action := piece.source_block.action(name)) is not None]
-        if not actions:
-            continue
-        turn = actions[0][1].group
-        sizes = [size for size in turn.per if size != "layer"]
-        if any(size not in sizes for size in group.per if size != "layer"):
-            raise SpecError(f"{turn.name}: expected an element for each index of {group.name}, found {sizes}")
-        keep = [sizes.index(size) for size in group.per if size != "layer"]
-        unit = sizes.index(group.axis or "")
-        others = [i for i in range(len(sizes)) if i not in (*keep, unit)]
         cross: Tensor | None = None
-        for piece, action in actions:
+        for piece in pieces:
+            own, turn = piece.source_block.action(group.name), piece.source_block.action(name)
+            if own is None or turn is None or own.axis is None or turn.axis is None:
+                continue
+            others = [dim for dim in turn.index if dim not in (*own.index, own.axis)]
+            first = [0, *(1 + dim for dim in (*own.index, *others, own.axis, turn.axis))]
             for layers, _, x in piece.chunks():
-                rows = action.unfold(x)
-                rows = rows.permute(0, *(1 + i for i in (*keep, *others, unit)), rows.ndim - 2, rows.ndim - 1)
-                rows = rows.reshape(
-                    len(rows), math.prod(rows.shape[1 : 1 + len(keep)]), -1, group.size * rows.shape[-2], rows.shape[-1]
-                )
+                rows = x.permute(*first, *(dim for dim in range(x.ndim) if dim not in first))
+                batch, spread = (math.prod(x.shape[1 + dim] for dim in dims) for dims in (own.index, others))
+                rows = rows.reshape(len(rows), batch, spread, group.size * x.shape[1 + turn.axis], -1)
                 part = _PART if rows.shape[-1] >= _PART * _COORDINATES else 1
                 rows = rows[..., ::part]
                 found = rows @ rows.mT
                 if cross is None:
-                    cross = found.new_zeros(turn.batch[0] if turn.layered else 1, *found.shape[1:])
-                if turn.layered:
+                    cross = found.new_zeros(turn.group.batch[0] if turn.group.layered else 1, *found.shape[1:])
+                if turn.group.layered:
                     cross.index_add_(0, torch.tensor(layers, device=found.device), found)
                 else:
                     cross += found.sum(0, keepdim=True)
-        assert cross is not None
+        if cross is None:
+            continue
         n = cross.shape[-1] // group.size
         blocks = cross.unflatten(-1, (group.size, n)).unflatten(-3, (group.size, n))
         overlap = small(blocks.square().sum((-3, -1))).sqrt() * n**0.5
@@ -364,4 +362,6 @@ def _orbits_apart2(group: Group, pieces: Sequence[Piece], turns: Sequence[str]) 
 
 def _signature(pieces: Iterable[Piece]) -> object:
     """Return which parts of which parameters a certificate was computed over: it holds for these alone."""
-    return tuple((piece.anchor_block.names[piece.positions[0]], piece.anchor_block.steps, piece.positions) for piece in pieces)
+    return tuple(
+        (piece.anchor_block.names[piece.positions[0]], piece.anchor_block.steps, piece.positions) for piece in pieces
+    )

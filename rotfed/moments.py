@@ -319,7 +319,9 @@ def mixed_axes(piece: Piece, groups: Iterable[str]) -> list[int]:
     )
 
 
-def solve(group: Group, terms: Iterable[Term], elements: Elements, pull: Pull, reflections: bool, noise: float) -> Tensor:
+def solve(
+    group: Group, terms: Iterable[Term], elements: Elements, pull: Pull, reflections: bool, noise: float
+) -> Tensor:
     """Return the elements of a group that bring the source nearest, those of the other groups held at `elements`."""
     others = {name: element for name, element in elements.items() if name != group.name}
     device = next((term.distance2.device for term in terms), torch.device("cpu"))
@@ -360,9 +362,20 @@ def per_index(group: Group, terms: Iterable[Term], values: Iterable[Tensor], uni
     """
     total: Tensor | None = None
     for term, value in zip(terms, values, strict=True):
-        if (action := term.action(group.name)) is None:
-            continue
-        if total is None:
-            total = torch.zeros(*group.batch, units, dtype=torch.float64, device=value.device)
-        _add(total, action, term, action.unfold(value).sum(-1))
+        for action in (action for action in term.actions if action.group.name == group.name):
+            if total is None:
+                total = torch.zeros(*group.batch, units, dtype=torch.float64, device=value.device)
+            _add(total, action, term, action.unfold(value).sum(-1))
     return torch.zeros(*group.batch, units, dtype=torch.float64) if total is None else total
+
+
+def per_layer(group: Group, terms: Iterable[Term], values: Iterable[Tensor]) -> Tensor:
+    """Add up what terms give in each layer of a group, or in all where the layers share it: `(layers or 1, 1, ..., 1)`."""
+    total = torch.zeros(group.batch[0] if group.layered else 1, dtype=torch.float64)
+    for term, value in zip(terms, values, strict=True):
+        total = total.to(value.device)
+        if group.layered and term.how.layered:
+            total.index_add_(0, term.rows, value.flatten(1).sum(1))
+        else:
+            total += value.sum()
+    return total.reshape(-1, *(1 for _ in group.batch[1:]), 1) if group.layered else total
