@@ -60,18 +60,22 @@ def units_of(group: Group, piece: Piece) -> tuple[Tensor, Tensor]:
 
     Where layers share the group, each of them gives a unit further coordinates.
     """
+    found = [(source, anchor) for _, source, anchor in piece.chunks()]
+    source, anchor = (_rows(group, piece, side) for side in zip(*found, strict=True))
+    return source, anchor
+
+
+def _rows(group: Group, piece: Piece, chunks: Sequence[Tensor]) -> Tensor:
+    """Lay out what was read of some layers each as units `(batch, n, m)`."""
     action = piece.source_block.action(group.name)
     assert action is not None
-
-    def rows(x: Tensor) -> Tensor:
+    found = []
+    for x in chunks:
         unfolded = action.unfold(x)
         if not group.layered:
             unfolded = unfolded.movedim(0, -1).flatten(-2).unsqueeze(0)
-        return unfolded.flatten(0, -3)
-
-    found = [(rows(source), rows(anchor)) for _, source, anchor in piece.chunks()]
-    source, anchor = (torch.cat(side, dim=-1) if len(found) > 1 else side[0] for side in zip(*found, strict=True))
-    return source, anchor
+        found.append(unfolded.flatten(0, -3))
+    return torch.cat(found, dim=-1) if len(found) > 1 else found[0]
 
 
 def by_layer(group: Group, pieces: Sequence[Piece]) -> Iterator[tuple[Layer, list[Piece]]]:
@@ -249,7 +253,7 @@ def _proved(group: Group, pieces: Sequence[Piece], needed: Tensor, key: object, 
 
 def _anchor_rows(group: Group, pieces: Sequence[Piece], coordinates: int | None) -> Tensor:
     """Return the anchor's units `(batch, n, m)`, by all of their coordinates or by about as many, evenly spread."""
-    found = [units_of(group, piece)[1] for piece in pieces]
+    found = [_rows(group, piece, [anchor for _, anchor in piece.anchor_chunks()]) for piece in pieces]
     step = 1 if coordinates is None else max(1, sum(rows.shape[-1] for rows in found) // coordinates)
     return torch.cat([rows[..., ::step] for rows in found], dim=-1)
 
@@ -309,8 +313,7 @@ def turning_units_stay(
         here = [p for piece in pieces if (p := piece.within(left if group.layered else piece.layers)) is not None]
         exact = ("exact", group.name, tuple(turns), _signature(here))
         if exact not in anchor.radii:
-            themselves = [Piece(p.anchor_block, p.anchor_block, p.positions, p.anchor, p.anchor) for p in here]
-            apart = turned_distances(group, themselves, turns, solver, range(1, group.size))
+            apart = turned_distances(group, [piece.of_anchor() for piece in here], turns, solver, range(1, group.size))
             anchor.radii[exact] = apart.amin(-1).clamp_min(0) / 4
         stay |= staying(anchor.radii[exact]) & left
     return stay
@@ -331,7 +334,7 @@ def _orbits_apart2(group: Group, pieces: Sequence[Piece], turns: Sequence[str]) 
                 continue
             others = [dim for dim in turn.index if dim not in (*own.index, own.axis)]
             first = [0, *(1 + dim for dim in (*own.index, *others, own.axis, turn.axis))]
-            for layers, _, x in piece.chunks():
+            for layers, x in piece.anchor_chunks():
                 rows = x.permute(*first, *(dim for dim in range(x.ndim) if dim not in first))
                 batch, spread = (math.prod(x.shape[1 + dim] for dim in dims) for dims in (own.index, others))
                 rows = rows.reshape(len(rows), batch, spread, group.size * x.shape[1 + turn.axis], -1)

@@ -72,8 +72,24 @@ class Piece:
     def within(self, layers: Iterable[Layer]) -> "Piece | None":
         """Return the piece in some layers alone, None where it has none of them."""
         wanted = set(layers)
-        kept = tuple(p for p in self.positions if self.source_block.layers[p] in wanted)
-        return replace(self, positions=kept) if kept else None
+        places = [place for place, p in enumerate(self.positions) if self.source_block.layers[p] in wanted]
+        if not places:
+            return None
+        piece = replace(self, positions=tuple(self.positions[place] for place in places))
+        if "_small" in self.__dict__:
+            # What was read is not read again; neighbours are a view of it.
+            first, last = places[0], places[-1]
+            which = slice(first, last + 1) if last - first == len(places) - 1 else places
+            piece.__dict__["_small"] = tuple(side[which] for side in self._small)
+        return piece
+
+    def of_anchor(self) -> "Piece":
+        """Return the piece with the anchor as the source, too."""
+        piece = Piece(self.anchor_block, self.anchor_block, self.positions, self.anchor, self.anchor)
+        if "_small" in self.__dict__:
+            _, anchor = self._small
+            piece.__dict__["_small"] = anchor, anchor
+        return piece
 
     def under(self, known: Elements) -> "Piece":
         """Return the piece with its source moved by further elements."""
@@ -105,6 +121,16 @@ class Piece:
         step = max(1, _TOGETHER // self.source_block.size)
         for start in range(0, len(self.positions), step):
             yield self.layers[start : start + step], *self._read(self.positions[start : start + step])
+
+    def anchor_chunks(self) -> Iterator[tuple[tuple[Layer, ...], Tensor]]:
+        """Yield layers and anchor as `chunks` does, without reading the source."""
+        if "_small" in self.__dict__:
+            yield self.layers, self._small[1]
+            return
+        step = max(1, _TOGETHER // self.source_block.size)
+        for start in range(0, len(self.positions), step):
+            anchor = self.anchor_block.read(self.anchor, self.positions[start : start + step]).detach()
+            yield self.layers[start : start + step], anchor.to(compute_type(anchor.dtype))
 
     @property
     def is_small(self) -> bool:
