@@ -247,7 +247,7 @@ def _proved(group: Group, pieces: Sequence[Piece], needed: Tensor, key: object, 
         farthest2 = small((rows[few] - rows[nearest]).square().sum(-1)).to(needed.device)
         if bool((needed[index, few.to(needed.device)] > farthest2 / 4).any()):
             return False
-        bound[index, wanted] = _nearest2(rows, wanted)[0] / 4
+        bound[index, wanted.to(bound.device)] = _nearest2(rows, wanted)[0] / 4
     return bool((needed < bound.to(needed.device)).all())
 
 
