@@ -308,7 +308,7 @@ class Pair:
         return [piece for piece in self.pieces if piece.touched_by(names)]
 
     def solve(self, component: Component, options: AlignOptions | None = None) -> Solved:
-        """Return the elements of coupled groups that bring the source nearest, by other options where they are given."""
+        """Return the elements of coupled groups that bring the source nearest, by other options where given."""
         pieces = self._touched(component)
         solver = self._descent(component, options)
         if not all(self.spec.groups[name].layered for name in component):

@@ -326,9 +326,9 @@ def _blocks(entry: Entry, present: Mapping[Layer, tuple[str, ...]], params: Para
             found_parts = [
                 ((*atoms, *later), (*before, *steps)) for later, before in found_parts for atoms, steps in pieces
             ]
-        names = tuple(present[layer] for layer in layers)
+        spread = tuple(present[layer] for layer in layers)
         for atoms, steps in found_parts:
-            block = Block(names, tuple(layers), entry.index is not None, steps, (), ())
+            block = Block(spread, tuple(layers), entry.index is not None, steps, (), ())
             sizes = tuple(block.view(torch.empty(shape, device="meta")).shape)
             if actions := _actions(atoms, spec):
                 blocks.append(replace(block, shape=sizes, actions=actions))

@@ -132,7 +132,7 @@ def _gain(group: Group, pieces: Sequence[Piece], scales: Sequence[str]) -> Tenso
         # absolute value. Exact where two models differ by permutation and scale alone.
         duals = [dual for *_, dual in sides]
         together = _balanced if factor.kind_name == "scale" else _beside
-        source, anchor = (together([side[which] for side in sides], duals) for which in (0, 1))
+        source, anchor = (together(one, duals) for one in ([s for s, *_ in sides], [a for _, a, _ in sides]))
         gains.append((anchor @ source.mT).abs_())
     return gains[0] if len(gains) == 1 else torch.stack(gains).sum(0)
 

@@ -114,7 +114,7 @@ class Piece:
         return piece
 
     def chunks(self) -> Iterator[tuple[tuple[Layer, ...], Tensor, Tensor]]:
-        """Yield the layers by one or several: their numbers, source and anchor as `(layers, *shape)`, to compute with."""
+        """Yield the layers by one or several: numbers, source and anchor as `(layers, *shape)`, to compute with."""
         if self.is_small:
             yield self.layers, *self._small
             return
@@ -396,7 +396,7 @@ def per_index(group: Group, terms: Iterable[Term], values: Iterable[Tensor], uni
 
 
 def per_layer(group: Group, terms: Iterable[Term], values: Iterable[Tensor]) -> Tensor:
-    """Add up what terms give in each layer of a group, or in all where the layers share it: `(layers or 1, 1, ..., 1)`."""
+    """Add up what terms give in each layer of a group, `(layers, 1, ..., 1)`, or in all where the layers share it."""
     total = torch.zeros(group.batch[0] if group.layered else 1, dtype=torch.float64)
     for term, value in zip(terms, values, strict=True):
         total = total.to(value.device)

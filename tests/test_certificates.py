@@ -73,7 +73,7 @@ _SPECS: dict[str, tuple[int, str, str, dict[str, tuple[int, ...]], tuple[str, ..
 
 
 def spec_of(case: str) -> SymmetrySpec:
-    layers, groups, params, shapes, _ = _SPECS[case]
+    layers, groups, params, *_ = _SPECS[case]
     n = {"plain": 4, "turning": 3, "nested": 2}[case.split(",")[0]]
     header = _HEADER.format(layers=layers, n=n)
     if case.startswith("nested"):

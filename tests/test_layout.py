@@ -1,4 +1,4 @@
-"""Layouts are made once and shared; what is read lazily is read once; moving when read is the same as moving at once."""
+"""Layouts are made once and shared; lazy models are read once; moving when read is the same as moving at once."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
