@@ -16,8 +16,8 @@ class Pull:
 
     `strength` in (0, 1] sets a proximal term of weight (1 - strength) / strength: the solution still minimises a stated
     objective, so that the distance to the anchor never exceeds that of the identity, whatever the strength.
-    `null_space` decides the null space of a rank-deficient moment in favour of the identity: far above the noise of the products
-    that the moment was made of, and far below anything that moves a weight.
+    `null_space` decides the null space of a rank-deficient moment in favour of the identity: far above the noise of the
+    products that the moment was made of, and far below anything that moves a weight.
     """
 
     strength: float = 1.0
