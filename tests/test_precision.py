@@ -101,3 +101,11 @@ def test_float32_finds_what_float64_finds(name: str) -> None:
     single = rotfed.align(in_type(source, torch.float32), in_type(anchor, torch.float32), spec)
     # Sweeps over coupled groups end earlier in float32: at a relative change of 1e-4.
     assert single.distance_after == pytest.approx(wide.distance_after, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "llama-biases-wide-heads"])
+def test_the_consensus_of_copies_recovers_one_frame(name: str, generator: torch.Generator) -> None:
+    spec, theta = typed(name, torch.float32)
+    copies = [rotfed.random_transform(spec, generator, reflections=False).apply(theta) for _ in range(3)]
+    for alignment in rotfed.align_all(copies, spec, "consensus", reference=theta):
+        assert distance(alignment.params, theta) <= EXACT[torch.float32] * norm(theta)
