@@ -1,5 +1,5 @@
 # make demo   FedAvg against RotFedAvg on Flower's simulation engine: a table, a picture, one results file
-# make test   the tests
+# make test   the tests, on all cores
 # make architectures   measure every architecture and renew docs/architectures.md (a minute)
 # make merging   merge parties' own models by every method; docs/merging-results.md (hours)
 # make bench   FedAvg against RotFedAvg in some regimes, in half an hour; results/bench/benchmark.md
@@ -23,7 +23,7 @@ demo: $(READY)
 	@$(BIN)/python -m simulations.demo $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 architectures: $(READY)
 	@$(BIN)/python -m simulations.architectures $(ARGS)

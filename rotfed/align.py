@@ -23,7 +23,7 @@ from rotfed.matching import (
     plain_units_stay,
     turning_units_stay,
 )
-from rotfed.moments import Elements, Piece, Term, contract, merged, mixed_axes, per_index, renewed, solve
+from rotfed.moments import Elements, Piece, Term, contract, merged, mixed_axes, per_index, per_layer, renewed, solve
 from rotfed.solvers import Pull
 from rotfed.spec import Group, SymmetrySpec
 from rotfed.tensors import Params, check_finite, compute_type, meta_of, squared_difference
@@ -140,12 +140,14 @@ class Solved:
     """The elements of coupled groups that bring a source nearest, and what they gain.
 
     `distances` holds one entry for each set of blocks on which the same groups act. `fell` is the share of the anchor's
-    squared norm by which the last sweep lowered the squared distance.
+    squared norm, `norm2`, by which the last sweep lowered the squared distance, over the blocks whose values a group
+    changes.
     """
 
     elements: Mapping[str, Tensor]
     distances: tuple["Distances", ...]
     fell: float = 0.0
+    norm2: float = 0.0
 
     @property
     def before(self) -> float:
@@ -267,9 +269,13 @@ class Pair:
         before = {name: one.before for name, one in kept.items()}
         after, types = {}, meta_of(self.source)
         for name, one in kept.items():
-            # Rounding to half precision can cost more than the alignment of two near frames gains.
-            half = any(types[n].element_size() < 4 for p in self._touched(name) for n in p.source_block.names[0])
-            after[name] = self._measured(name, params) if half or one.after < _MEASURED * one.before else one.after
+            held = {types[n].dtype for piece in self._touched(name) for n in piece.source_block.names[0]}
+            half = any(dtype.itemsize < 4 for dtype in held)
+            eps = max((torch.finfo(dtype).eps for dtype in held), default=0.0)
+            # Rounding the result can cost more than the alignment of two near frames gains: up to this much.
+            rounding = 2 * eps * one.norm2**0.5 * (one.before**0.5 + eps * one.norm2**0.5)
+            told = not half and one.after >= _MEASURED * one.before and one.before - one.after > rounding
+            after[name] = one.after if told else self._measured(name, params)
         return before, after
 
     def _measured(self, component: Component, params: Params) -> float:
@@ -327,7 +333,7 @@ class Pair:
         return [piece for piece in self.pieces if piece.touched_by(names)]
 
     def solve(self, component: Component, options: AlignOptions | None = None) -> Solved:
-        """Return the elements of coupled groups that bring the source nearest, by other options where they are given."""
+        """Return the elements of coupled groups that bring the source nearest, by other options where given."""
         pieces = self._touched(component)
         solver = self._descent(component, options)
         if not all(self.spec.groups[name].layered for name in component):
@@ -361,7 +367,8 @@ def _joined(one: Solved, other: Solved, layers: Sequence[int]) -> Solved:
     elements = {name: element.clone() for name, element in one.elements.items()}
     for name, element in elements.items():
         element[layers] = other.elements[name][layers].to(element)
-    return Solved(elements, (*one.distances, *other.distances), max(one.fell, other.fell))
+    fell, norm2 = max(one.fell, other.fell), one.norm2 + other.norm2
+    return Solved(elements, (*one.distances, *other.distances), fell, norm2)
 
 
 @dataclass(frozen=True)
@@ -395,10 +402,18 @@ class Descent:
         """Return the optimal elements of one group with those of the others held."""
         return solve(group, terms, elements, self.pull, self.options.reflections, self.pair.noise)
 
+    def nearest(self, group: Group, terms: Iterable[Term], elements: Elements) -> Tensor:
+        """Return the optimal elements of one group under no restriction, for bounds that hold under every one."""
+        return solve(group, terms, elements, Pull(null_space=self.pair.null_space), True, self.pair.noise)
+
     # --- units in their places ---------------------------------------------------------------------------------------
 
     def stay(self, pieces: Sequence[Piece], near: Sequence[Term]) -> set[Layer]:
-        """Return the layers in which all units provably stay in their places."""
+        """Return the layers in which all units provably stay in their places, however heads turn; scales are held.
+
+        A unit moved alone would lose more on the parts of it that no permutation inside it touches than it could gain
+        on all of it together.
+        """
         layers = {layer for piece in pieces for layer in piece.layers}
         mixing = [group for group in self.rest if group.kind.mixes]
         for position, group in enumerate(self.permutations):
@@ -406,13 +421,11 @@ class Descent:
             own = [p for p in pieces if p.source_block.once(group.name) and not later & p.source_block.groups]
             if not own:
                 continue
-            terms = [t for t in near if t.action(group.name) and not later & {a.group.name for a in t.actions}]
-            turns = [other.name for other in mixing if other.indexed_by(group)]
-            found = self._in_place(group, own, turns, terms, {})
+            turns = [other for other in mixing if any(p.touched_by([other.name]) for p in own)]
+            found = self._in_place(group, own, turns, near, {})
             if mixing and found != layers:
                 # They may be in their places, only turned.
-                elements = self._turned(mixing, near)
-                found |= self._in_place(group, own, turns, terms, elements)
+                found |= self._in_place(group, own, turns, near, self._turned(mixing, near))
             # A group that all layers share stays in all of them, or in none.
             layers &= (found | {None}) if group.layered else (layers if found else set())
         return layers
@@ -424,15 +437,21 @@ class Descent:
         return elements
 
     def _in_place(
-        self, group: Group, pieces: Sequence[Piece], turns: Sequence[str], terms: Sequence[Term], elements: Elements
+        self, group: Group, pieces: Sequence[Piece], turns: Sequence[Group], near: Sequence[Term], elements: Elements
     ) -> set[Layer]:
-        moved2 = per_index(group, terms, [term.distances(elements) for term in terms], group.size).clamp_min(0)
-        if turns:
-            return turning_units_stay(group, pieces, turns, moved2, self.pair.anchor, self.element)
-        return plain_units_stay(group, pieces, moved2, self.pair.anchor)
+        distances = [term.distances(elements) for term in near]
+        moved2 = per_index(group, near, distances, group.size).clamp_min(0)
+        names = [turn.name for turn in turns]
+        if not names:
+            return plain_units_stay(group, pieces, moved2, self.pair.anchor)
+        together = not all(turn.indexed_by(group) for turn in turns)
+        if together:
+            # Units that turn together gain together: what all of a layer could gain bounds it.
+            moved2 = per_layer(group, near, distances).clamp_min(0).expand_as(moved2)
+        return turning_units_stay(group, pieces, names, moved2, self.pair.anchor, None if together else self.nearest)
 
     def stays(self, pieces: Sequence[Piece]) -> bool:
-        """Return whether all units provably stay in their places, whatever else turns: by the groups within layers."""
+        """Return whether all units provably stay in their places, with what all layers share held."""
         if not self.permutations:
             return True
         within = replace(self, rest=[group for group in self.rest if group.layered])
@@ -534,21 +553,22 @@ class Descent:
         if terms is None:
             terms = merged(contract(piece.under(moved), self.names) for piece in pieces)
         elements = {name: start[name] for name in names}
-        best, first, after, fell = self._sweeps(self.rest, terms, elements, sweeps)
+        norm2 = _anchor_norm2(terms)
+        best, first, after, fell = self._sweeps(self.rest, terms, elements, sweeps, norm2)
         before = terms if not moved else merged(contract(piece, self.names) for piece in pieces)
         groups = [frozenset(action.group.name for action in term.actions) for term in before]
         came = [float(term.distance2.sum()) for term in before]
-        return Solved({**held, **best}, tuple(map(Distances, groups, came, first, after)), fell)
+        return Solved({**held, **best}, tuple(map(Distances, groups, came, first, after)), fell, norm2)
 
     def _sweeps(
-        self, groups: Sequence[Group], terms: Sequence[Term], start: Elements, max_sweeps: int
+        self, groups: Sequence[Group], terms: Sequence[Term], start: Elements, max_sweeps: int, norm2: float
     ) -> tuple[dict[str, Tensor], list[float], list[float], float]:
         """Solve groups in turn, from moments, until the squared distance settles.
 
         Returns the best elements, the squared distances by term after the first sweep and with the best elements, and
         the share of the norm that the last sweep gained.
         """
-        elements, norm2 = dict(start), _anchor_norm2(terms)
+        elements = dict(start)
         factors = [group.name for group in groups if group.kind.multiplies]
         first: list[float] = []
         best, after, previous, fell = dict(start), first, math.inf, 0.0
@@ -620,7 +640,7 @@ class Descent:
             first, previous = (distance2 if first == math.inf else first), distance2
         before = math.fsum(map(_distance2, pieces))
         found = Distances(frozenset(self.names), before, first, min(distance2, previous))
-        return Solved({**held, **best}, (found,), fell)
+        return Solved({**held, **best}, (found,), fell, norm2)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

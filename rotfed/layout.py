@@ -223,7 +223,8 @@ def _laid_out(params: Params, spec: SymmetrySpec) -> Layout:
                     "dict of the model that the configuration describes"
                 )
             names.update(spread)
-            present[layer] = tuple(spread.values())
+            if spread:
+                present[layer] = tuple(spread.values())
         blocks.extend(_blocks(entry, present, params, spec))
     known = set(names.values())
     inside = [name for name in params if name.startswith(prefix) and name not in known]

@@ -16,7 +16,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rotfed.errors import SpecError
 from rotfed.layout import Layer, Layout, lay_out
 from rotfed.moments import Elements, Piece, Term, contract, merged, per_index
 from rotfed.solvers import Pull, assign
@@ -61,18 +60,22 @@ def units_of(group: Group, piece: Piece) -> tuple[Tensor, Tensor]:
 
     Where layers share the group, each of them gives a unit further coordinates.
     """
+    found = [(source, anchor) for _, source, anchor in piece.chunks()]
+    source, anchor = (_rows(group, piece, side) for side in zip(*found, strict=True))
+    return source, anchor
+
+
+def _rows(group: Group, piece: Piece, chunks: Sequence[Tensor]) -> Tensor:
+    """Lay out what was read of some layers each as units `(batch, n, m)`."""
     action = piece.source_block.action(group.name)
     assert action is not None
-
-    def rows(x: Tensor) -> Tensor:
+    found = []
+    for x in chunks:
         unfolded = action.unfold(x)
         if not group.layered:
             unfolded = unfolded.movedim(0, -1).flatten(-2).unsqueeze(0)
-        return unfolded.flatten(0, -3)
-
-    found = [(rows(source), rows(anchor)) for _, source, anchor in piece.chunks()]
-    source, anchor = (torch.cat(side, dim=-1) if len(found) > 1 else side[0] for side in zip(*found, strict=True))
-    return source, anchor
+        found.append(unfolded.flatten(0, -3))
+    return torch.cat(found, dim=-1) if len(found) > 1 else found[0]
 
 
 def by_layer(group: Group, pieces: Sequence[Piece]) -> Iterator[tuple[Layer, list[Piece]]]:
@@ -244,13 +247,13 @@ def _proved(group: Group, pieces: Sequence[Piece], needed: Tensor, key: object, 
         farthest2 = small((rows[few] - rows[nearest]).square().sum(-1)).to(needed.device)
         if bool((needed[index, few.to(needed.device)] > farthest2 / 4).any()):
             return False
-        bound[index, wanted] = _nearest2(rows, wanted)[0] / 4
+        bound[index, wanted.to(bound.device)] = _nearest2(rows, wanted)[0] / 4
     return bool((needed < bound.to(needed.device)).all())
 
 
 def _anchor_rows(group: Group, pieces: Sequence[Piece], coordinates: int | None) -> Tensor:
     """Return the anchor's units `(batch, n, m)`, by all of their coordinates or by about as many, evenly spread."""
-    found = [units_of(group, piece)[1] for piece in pieces]
+    found = [_rows(group, piece, [anchor for _, anchor in piece.anchor_chunks()]) for piece in pieces]
     step = 1 if coordinates is None else max(1, sum(rows.shape[-1] for rows in found) // coordinates)
     return torch.cat([rows[..., ::step] for rows in found], dim=-1)
 
@@ -281,12 +284,13 @@ def turning_units_stay(
     turns: Sequence[str],
     moved2: Tensor,
     anchor: Anchor,
-    solver: Solver,
+    solver: Solver | None,
 ) -> set[Layer]:
     """Return the layers in which every unit that may turn provably stays in its place.
 
     Distances are those between orbits: of all that a unit can be turned to. `moved2` as for `plain_units_stay`, after
-    each unit has been turned to its counterpart.
+    each unit has been turned to its counterpart. Where a first bound fails, the `solver` finds them exactly; None for
+    units that turn together, of which it would find others.
     """
     layers = sorted({layer for piece in pieces for layer in piece.layers if layer is not None}) if group.layered else []
 
@@ -305,12 +309,11 @@ def turning_units_stay(
     if key not in anchor.radii:
         anchor.radii[key] = _orbits_apart2(group, pieces, turns) / 4
     stay = staying(anchor.radii[key])
-    if left := wanted - stay:
+    if (left := wanted - stay) and solver is not None:
         here = [p for piece in pieces if (p := piece.within(left if group.layered else piece.layers)) is not None]
         exact = ("exact", group.name, tuple(turns), _signature(here))
         if exact not in anchor.radii:
-            themselves = [Piece(p.anchor_block, p.anchor_block, p.positions, p.anchor, p.anchor) for p in here]
-            apart = turned_distances(group, themselves, turns, solver, range(1, group.size))
+            apart = turned_distances(group, [piece.of_anchor() for piece in here], turns, solver, range(1, group.size))
             anchor.radii[exact] = apart.amin(-1).clamp_min(0) / 4
         stay |= staying(anchor.radii[exact]) & left
     return stay
@@ -324,34 +327,28 @@ def _orbits_apart2(group: Group, pieces: Sequence[Piece], turns: Sequence[str]) 
     """
     apart: Tensor | None = None
     for name in turns:
-        actions = [(piece, action) for piece in pieces if (action := piece.source_block.action(name)) is not None]
-        if not actions:
-            continue
-        turn = actions[0][1].group
-        sizes = [size for size in turn.per if size != "layer"]
-        if any(size not in sizes for size in group.per if size != "layer"):
-            raise SpecError(f"{turn.name}: expected an element for each index of {group.name}, found {sizes}")
-        keep = [sizes.index(size) for size in group.per if size != "layer"]
-        unit = sizes.index(group.axis or "")
-        others = [i for i in range(len(sizes)) if i not in (*keep, unit)]
         cross: Tensor | None = None
-        for piece, action in actions:
-            for layers, _, x in piece.chunks():
-                rows = action.unfold(x)
-                rows = rows.permute(0, *(1 + i for i in (*keep, *others, unit)), rows.ndim - 2, rows.ndim - 1)
-                rows = rows.reshape(
-                    len(rows), math.prod(rows.shape[1 : 1 + len(keep)]), -1, group.size * rows.shape[-2], rows.shape[-1]
-                )
+        for piece in pieces:
+            own, turn = piece.source_block.action(group.name), piece.source_block.action(name)
+            if own is None or turn is None or own.axis is None or turn.axis is None:
+                continue
+            others = [dim for dim in turn.index if dim not in (*own.index, own.axis)]
+            first = [0, *(1 + dim for dim in (*own.index, *others, own.axis, turn.axis))]
+            for layers, x in piece.anchor_chunks():
+                rows = x.permute(*first, *(dim for dim in range(x.ndim) if dim not in first))
+                batch, spread = (math.prod(x.shape[1 + dim] for dim in dims) for dims in (own.index, others))
+                rows = rows.reshape(len(rows), batch, spread, group.size * x.shape[1 + turn.axis], -1)
                 part = _PART if rows.shape[-1] >= _PART * _COORDINATES else 1
                 rows = rows[..., ::part]
                 found = rows @ rows.mT
                 if cross is None:
-                    cross = found.new_zeros(turn.batch[0] if turn.layered else 1, *found.shape[1:])
-                if turn.layered:
+                    cross = found.new_zeros(turn.group.batch[0] if turn.group.layered else 1, *found.shape[1:])
+                if turn.group.layered:
                     cross.index_add_(0, torch.tensor(layers, device=found.device), found)
                 else:
                     cross += found.sum(0, keepdim=True)
-        assert cross is not None
+        if cross is None:
+            continue
         n = cross.shape[-1] // group.size
         blocks = cross.unflatten(-1, (group.size, n)).unflatten(-3, (group.size, n))
         overlap = small(blocks.square().sum((-3, -1))).sqrt() * n**0.5

@@ -72,8 +72,24 @@ class Piece:
     def within(self, layers: Iterable[Layer]) -> "Piece | None":
         """Return the piece in some layers alone, None where it has none of them."""
         wanted = set(layers)
-        kept = tuple(p for p in self.positions if self.source_block.layers[p] in wanted)
-        return replace(self, positions=kept) if kept else None
+        places = [place for place, p in enumerate(self.positions) if self.source_block.layers[p] in wanted]
+        if not places:
+            return None
+        piece = replace(self, positions=tuple(self.positions[place] for place in places))
+        if "_small" in self.__dict__:
+            # What was read is not read again; neighbours are a view of it.
+            first, last = places[0], places[-1]
+            which = slice(first, last + 1) if last - first == len(places) - 1 else places
+            piece.__dict__["_small"] = tuple(side[which] for side in self._small)
+        return piece
+
+    def of_anchor(self) -> "Piece":
+        """Return the piece with the anchor as the source, too."""
+        piece = Piece(self.anchor_block, self.anchor_block, self.positions, self.anchor, self.anchor)
+        if "_small" in self.__dict__:
+            _, anchor = self._small
+            piece.__dict__["_small"] = anchor, anchor
+        return piece
 
     def under(self, known: Elements) -> "Piece":
         """Return the piece with its source moved by further elements."""
@@ -98,13 +114,23 @@ class Piece:
         return piece
 
     def chunks(self) -> Iterator[tuple[tuple[Layer, ...], Tensor, Tensor]]:
-        """Yield the layers by one or several: their numbers, source and anchor as `(layers, *shape)`, to compute with."""
+        """Yield the layers by one or several: numbers, source and anchor as `(layers, *shape)`, to compute with."""
         if self.is_small:
             yield self.layers, *self._small
             return
         step = max(1, _TOGETHER // self.source_block.size)
         for start in range(0, len(self.positions), step):
             yield self.layers[start : start + step], *self._read(self.positions[start : start + step])
+
+    def anchor_chunks(self) -> Iterator[tuple[tuple[Layer, ...], Tensor]]:
+        """Yield layers and anchor as `chunks` does, without reading the source."""
+        if "_small" in self.__dict__:
+            yield self.layers, self._small[1]
+            return
+        step = max(1, _TOGETHER // self.source_block.size)
+        for start in range(0, len(self.positions), step):
+            anchor = self.anchor_block.read(self.anchor, self.positions[start : start + step]).detach()
+            yield self.layers[start : start + step], anchor.to(compute_type(anchor.dtype))
 
     @property
     def is_small(self) -> bool:
@@ -362,9 +388,20 @@ def per_index(group: Group, terms: Iterable[Term], values: Iterable[Tensor], uni
     """
     total: Tensor | None = None
     for term, value in zip(terms, values, strict=True):
-        if (action := term.action(group.name)) is None:
-            continue
-        if total is None:
-            total = torch.zeros(*group.batch, units, dtype=torch.float64, device=value.device)
-        _add(total, action, term, action.unfold(value).sum(-1))
+        for action in (action for action in term.actions if action.group.name == group.name):
+            if total is None:
+                total = torch.zeros(*group.batch, units, dtype=torch.float64, device=value.device)
+            _add(total, action, term, action.unfold(value).sum(-1))
     return torch.zeros(*group.batch, units, dtype=torch.float64) if total is None else total
+
+
+def per_layer(group: Group, terms: Iterable[Term], values: Iterable[Tensor]) -> Tensor:
+    """Add up what terms give in each layer of a group, `(layers, 1, ..., 1)`, or in all where the layers share it."""
+    total = torch.zeros(group.batch[0] if group.layered else 1, dtype=torch.float64)
+    for term, value in zip(terms, values, strict=True):
+        total = total.to(value.device)
+        if group.layered and term.how.layered:
+            total.index_add_(0, term.rows, value.flatten(1).sum(1))
+        else:
+            total += value.sum()
+    return total.reshape(-1, *(1 for _ in group.batch[1:]), 1) if group.layered else total

@@ -15,9 +15,9 @@ class Pull:
     """A pull of every element toward the identity, in units of the moments' own size.
 
     `strength` in (0, 1] sets a proximal term of weight (1 - strength) / strength: the solution still minimises a stated
-    objective, so that the distance to the anchor never exceeds that of the identity, whatever the strength. `null_space`
-    decides the null space of a rank-deficient moment in favour of the identity: far above the noise of the products
-    that the moment was made of, and far below anything that moves a weight.
+    objective, so that the distance to the anchor never exceeds that of the identity, whatever the strength.
+    `null_space` decides the null space of a rank-deficient moment in favour of the identity: far above the noise of the
+    products that the moment was made of, and far below anything that moves a weight.
     """
 
     strength: float = 1.0
@@ -129,9 +129,11 @@ def assign(gain: Tensor, pull: Pull = NO_PULL) -> Tensor:
     exactly by the shortest augmenting paths of Jonker and Volgenant (1987), as the package lapx has them.
     """
     identity = torch.arange(gain.shape[0], device=gain.device)
-    largest = gain.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
+    largest = float(gain.abs().amax()) or 1.0
     cost = -gain
-    cost.diagonal().sub_((pull.to_identity + pull.null_space) * largest)
+    # A pull that the type of the gains cannot hold would decide nothing.
+    weight = max(pull.to_identity + pull.null_space, 4 * torch.finfo(cost.dtype).eps)
+    cost.diagonal().sub_(weight * largest)
     if torch.equal(cost.argmin(0), identity):
         # Each source unit gains most at its own place, so no permutation gains more.
         return identity

@@ -104,7 +104,9 @@ class Transform:
             for by in (groups[later] for later in groups if later in self.elements):
                 if groups[name].indexed_by(by):
                     element = reindex(element, groups[name], by, self.elements[by.name])
-            composed[name] = groups[name].kind.compose(composed[name], element) if name in composed else element
+            if (own := composed.get(name)) is not None:
+                element = groups[name].kind.compose(own, element.to(own.device))
+            composed[name] = element
         return Transform(self.spec, composed)
 
 
@@ -219,8 +221,8 @@ def act(x: Tensor, actions: Iterable[Action], elements: Mapping[str, Tensor], la
     """
     for action in actions:
         if (stacked := elements.get(action.group.name)) is not None:
-            element = action.in_layers(stacked, layers).to(x.device)
-            if element.is_floating_point():
-                element = element.to(x.dtype)
+            element = action.in_layers(stacked, layers)
+            # The type first: not every device has float64.
+            element = (element.to(x.dtype) if element.is_floating_point() else element).to(x.device)
             x = action.fold(action.group.kind.act(element, action.unfold(x), action.dual), x.shape)
     return x

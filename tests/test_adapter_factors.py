@@ -134,7 +134,7 @@ def fedrot(source: Factors, reference: Factors, over: str, strength: float) -> F
 def test_the_rotation_is_that_of_fedrot_lora(over: str, strength: float) -> None:
     for seed in range(6):
         source, reference = random(9, 8, 4, seed), random(9, 8, 4, seed + 50)
-        turn = rotation(source, reference, over, proper=True, strength=strength)
+        turn = rotation(source, reference, over, reflections=False, strength=strength)
         found, expected = source.turned(turn, turn.mT), fedrot(source, reference, over, strength)
         torch.testing.assert_close(found.B, expected.B, rtol=1e-7, atol=1e-7)
         torch.testing.assert_close(found.A, expected.A, rtol=1e-7, atol=1e-7)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rotfed
-from rotfed import anchors
+from rotfed import frames
 from rotfed.checks import unsettling_transform
 from tests.models import assert_recovers, assert_same, backbone, distance, norm, small_params, small_spec
 
@@ -17,7 +17,7 @@ def test_a_group_shared_by_all_layers_and_nothing_else_is_aligned(generator: tor
     spec, theta = small_spec(), small_params(generator)
     full = rotfed.random_transform(spec, generator)
     moved = rotfed.Transform(spec, {"shared": full.elements["shared"]}).apply(theta)
-    assert_recovers(rotfed.align(moved, theta, spec, groups=["shared"]).params, theta)
+    assert_recovers(rotfed.align(moved, theta, spec, rotfed.AlignOptions(groups=["shared"])).params, theta)
 
 
 def test_chosen_layers_never_bring_the_others_farther(generator: torch.Generator) -> None:
@@ -26,7 +26,7 @@ def test_chosen_layers_never_bring_the_others_farther(generator: torch.Generator
     full = rotfed.random_transform(spec, generator)
     moved = rotfed.Transform(spec, {"shared": full.elements["shared"]}).apply(theta)
     source = {name: theta[name] if name.startswith("net.h.1.") else moved[name] for name in theta}
-    alignment = rotfed.align(source, theta, spec, layers=[0])
+    alignment = rotfed.align(source, theta, spec, rotfed.AlignOptions(layers=[0]))
     assert alignment.distance_after <= alignment.distance_before
 
 
@@ -35,17 +35,19 @@ def test_more_sweeps_are_never_farther(strength: float, generator: torch.Generat
     spec = small_spec()
     for _ in range(20):
         source, anchor = small_params(generator), small_params(generator)
-        sequential = rotfed.align(source, anchor, spec, strength=strength, max_sweeps=1).distance_after
-        joint = rotfed.align(source, anchor, spec, strength=strength).distance_after
+        sequential = rotfed.align(
+            source, anchor, spec, rotfed.AlignOptions(strength=strength, max_sweeps=1)
+        ).distance_after
+        joint = rotfed.align(source, anchor, spec, rotfed.AlignOptions(strength=strength)).distance_after
         assert joint <= sequential * (1 + 1e-12)
 
 
-def test_proper_scales_are_the_best_positive_ones() -> None:
+def test_scales_without_reflections_are_the_best_positive_ones() -> None:
     spec, theta = backbone("bert")
     source = {name: 3 * t if ".key." in name else t for name, t in theta.items()}
     # Every sign is wrong, so that the best scale of all is negative.
     anchor = {name: -0.2 * t if ".key." in name or ".query." in name else t for name, t in theta.items()}
-    best = rotfed.align(source, anchor, spec, groups=["qk_scale"], proper=True)
+    best = rotfed.align(source, anchor, spec, rotfed.AlignOptions(groups=["qk_scale"], reflections=False))
     assert bool((best.transform.elements["qk_scale"] > 0).all())
     ones = torch.ones_like(best.transform.elements["qk_scale"])
     for factor in (0.5, 0.8, 1.0, 1.25, 1.5, 1.75, 2.0, 3.0):
@@ -65,10 +67,12 @@ def test_the_consensus_is_never_farther_apart_than_the_medoid_or_plain(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", rotfed.ConvergenceWarning)
             consensus, medoid = (
-                anchors._spread([a.params for a in rule(models, spec, shares, {"strength": strength})], shares)
-                for rule in (anchors._align_to_consensus, anchors._align_to_medoid)
+                frames.spread2(
+                    [a.params for a in rule(models, spec, shares, rotfed.AlignOptions(strength=strength))], shares
+                )
+                for rule in (frames._align_to_consensus, frames._align_to_medoid)
             )
-        assert consensus <= min(medoid, anchors._spread(models, shares)) * (1 + 1e-12)
+        assert consensus <= min(medoid, frames.spread2(models, shares)) * (1 + 1e-12)
 
 
 def test_transforms_of_different_precision_compose(generator: torch.Generator) -> None:
@@ -97,13 +101,13 @@ def test_every_option_finds_with_a_reused_anchor_what_it_finds_with_a_fresh_one(
         for groups in itertools.combinations(("heads", "qk", "vo", "vo_scale"), size)
         for layers in (None, [1])
     ]
-    fresh = [rotfed.align(source, theta, spec, **option).distance_after for option in options]
+    fresh = [rotfed.align(source, theta, spec, rotfed.AlignOptions(**option)).distance_after for option in options]
     for turned_round in (False, True):
         anchor = rotfed.Anchor(theta, spec)
         places = list(range(len(options)))[:: -1 if turned_round else 1]
-        assert {i: rotfed.align(source, anchor, spec, **options[i]).distance_after for i in places} == dict(
-            enumerate(fresh)
-        )
+        assert {
+            i: rotfed.align(source, anchor, spec, rotfed.AlignOptions(**options[i])).distance_after for i in places
+        } == dict(enumerate(fresh))
     assert fresh[-2] <= 1e-6 * norm(theta)
 
 
@@ -118,7 +122,7 @@ def test_what_the_type_cannot_hold_is_refused_by_transforms_and_not_chosen(dtype
     with pytest.raises(rotfed.TransformError, match=f"{query}: expected values that {dtype}.*after qk_scale; apply"):
         thousandfold.apply(source)
     anchor = thousandfold.apply({n: t.double() for n, t in source.items()})
-    alignment = rotfed.align(source, anchor, spec, groups=["qk_scale", "d_ff"])
+    alignment = rotfed.align(source, anchor, spec, rotfed.AlignOptions(groups=["qk_scale", "d_ff"]))
     assert all(bool(tensor.isfinite().all()) for tensor in alignment.params.values())
     assert_same(alignment.transform.apply(source), alignment.params)
     assert_same(alignment.params, source)
@@ -137,8 +141,10 @@ def test_what_shrinks_below_the_type_is_refused_by_transforms_and_not_chosen(dty
     assert down.inverse().apply(source)
     if dtype == torch.float16:
         anchor = down.apply({n: t.double() for n, t in source.items()})
-        assert_same(rotfed.align(source, anchor, spec, groups=["vo_scale"]).params, source)
-        wide = rotfed.align({n: t.float() for n, t in source.items()}, anchor, spec, groups=["vo_scale"])
+        assert_same(rotfed.align(source, anchor, spec, rotfed.AlignOptions(groups=["vo_scale"])).params, source)
+        wide = rotfed.align(
+            {n: t.float() for n, t in source.items()}, anchor, spec, rotfed.AlignOptions(groups=["vo_scale"])
+        )
         assert_recovers(wide.params, anchor)
 
 
@@ -166,7 +172,7 @@ def test_values_whose_squares_overflow_are_refused_by_name() -> None:
 def test_the_least_strength_is_the_identity(generator: torch.Generator) -> None:
     spec, theta = backbone("bert")
     moved = rotfed.random_transform(spec, generator).apply(theta)
-    kept = rotfed.align(moved, theta, spec, strength=1e-320)
+    kept = rotfed.align(moved, theta, spec, rotfed.AlignOptions(strength=1e-320))
     assert kept.identity_permutations == 1.0
     assert_recovers(kept.params, moved, 1e-12)
 
@@ -178,10 +184,12 @@ def test_the_share_of_identities_counts_the_permutations_that_were_asked_for(gen
         theta = {n: t for n, t in theta.items() if not n.startswith("decoder.") or not keep}
         moved = unsettling_transform(spec, generator).apply(theta)
         assert rotfed.align(moved, theta, spec).identity_permutations == 0.0
-        assert rotfed.align(moved, theta, spec, layers=[0]).identity_permutations == 0.0
-        assert rotfed.align(moved, theta, spec, layers=[]).identity_permutations == 1.0
+        assert rotfed.align(moved, theta, spec, rotfed.AlignOptions(layers=[0])).identity_permutations == 0.0
+        assert rotfed.align(moved, theta, spec, rotfed.AlignOptions(layers=[])).identity_permutations == 1.0
         for rule, reference in (("medoid", theta), ("medoid", None), ("progressive", None)):
-            kept, other = rotfed.align_all([theta, moved], spec, rule, [0.6, 0.4], reference, layers=[0])
+            kept, other = rotfed.align_all(
+                [theta, moved], spec, rule, [0.6, 0.4], reference, options=rotfed.AlignOptions(layers=[0])
+            )
             assert (kept.identity_permutations, other.identity_permutations) == (1.0, 0.0)
 
 

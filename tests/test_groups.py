@@ -37,12 +37,12 @@ def test_laws(name: str, batch: tuple[int, ...], n: int, seed: int) -> None:
     torch.testing.assert_close(kind.act(a, x).mT @ kind.act(a, y, dual=True), x.mT @ y)
 
 
-def test_random_rotations_reflect_unless_proper() -> None:
+def test_random_rotations_reflect_unless_told_not_to() -> None:
     generator = torch.Generator().manual_seed(0)
     determinants = torch.linalg.det(KINDS["orthogonal"].random((200,), 3, generator))
     assert 60 < int((determinants < 0).sum()) < 140
-    proper = torch.linalg.det(KINDS["orthogonal"].random((200,), 3, generator, proper=True))
-    torch.testing.assert_close(proper, torch.ones_like(proper))
+    turns = torch.linalg.det(KINDS["orthogonal"].random((200,), 3, generator, reflections=False))
+    torch.testing.assert_close(turns, torch.ones_like(turns))
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_refining_lowers_the_loss_of_the_average_and_keeps_the_source(generator:
     model, spec, source = classifier()
     anchor = classifier(1)[2]
     batches, loss = images(generator, 2), model_loss(model)
-    aligned = rotfed.align(source, anchor, spec, max_sweeps=1)
+    aligned = rotfed.align(source, anchor, spec, rotfed.AlignOptions(max_sweeps=1))
     found = refine(source, anchor, spec, loss, batches, share=0.4, validation=batches)
 
     def of_average(params: Mapping[str, Tensor]) -> float:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import rotfed
 from rotfed.checks import example_inputs, outputs, relative_change, unsettling_transform
-from rotfed.descent import Params
 from rotfed.examples import Example
-from rotfed.flower import RotFedAvg, align_mod
 from rotfed.groups import KINDS
+from rotfed.layout import lay_out
 from rotfed.residual import fold_norms
 from rotfed.spec import SymmetrySpec
+from rotfed.tensors import Params
 from tests.models import EXAMPLES, assert_recovers, assert_same, copied, distance, norm
-from tests.test_specs import Faulty, faults
+from tests.test_specs import faults
 
 # One of each form that a stream and its head can have: an example, a class, changes of the configuration, the group.
 CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
@@ -219,10 +219,14 @@ def inputs_of(model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]
     return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
 
+def seen_outputs(model: nn.Module, params: Params, inputs: Params) -> dict[str, Tensor]:
+    """What a head puts out; hidden states are in the frame of the stream."""
+    return {name: x for name, x in outputs(model, params, inputs).items() if "hidden_state" not in name}
+
+
 def change(model: nn.Module, before: Params, after: Params, inputs: Params) -> float:
-    """The relative change of what a head puts out; hidden states are in the frame of the stream."""
-    expected = {name: x for name, x in outputs(model, before, inputs).items() if "hidden_state" not in name}
-    return relative_change(expected, outputs(model, after, inputs))
+    """The relative change of what a head puts out."""
+    return relative_change(seen_outputs(model, before, inputs), outputs(model, after, inputs))
 
 
 @pytest.mark.parametrize(("model_type", "name"), [(t, name) for t in STREAMS for name in classes(t)])
@@ -264,13 +268,15 @@ def test_a_fault_in_any_entry_changes_the_function(model_type: str, generator: t
             params[bias] = torch.randn(params[bias].shape, generator=generator).double()
         drawn = unsettling_transform(spec, generator).elements
         elements = {group: element for group, element in drawn.items() if group.startswith("residual")}
-        values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        transform, layout = rotfed.Transform(spec, elements), lay_out(params, spec)
         inputs = inputs_of(model, generator)
-        for fault in faults(spec.resolve(params), seen):
+        right, expected = transform.apply(params), seen_outputs(model, params, inputs)
+        for fault in faults(layout, seen):
             # No patch is masked here, and T5 reads its embeddings by the names of its stacks.
-            if fault.group in elements and not fault.params[0].endswith(("mask_token", "shared.weight")):
-                faulty = rotfed.Transform(Faulty(**values, tamper=fault.tamper), elements).apply(params)
-                assert change(model, params, faulty, inputs) > 1e-9, f"{name}: {fault} does not show"
+            if fault.group in elements and not fault.block.names[0][0].endswith(("mask_token", "shared.weight")):
+                faulty = {**right, **fault.moved(layout, transform, params)}
+                found = relative_change(expected, outputs(model, faulty, inputs))
+                assert found > 1e-9, f"{name}: {fault} does not show"
     assert len(seen) > 10
 
 
@@ -314,10 +320,10 @@ def test_a_head_that_is_not_of_the_class_is_refused(case: str, tmp_path: Path) -
 
 
 def test_a_descent_that_has_not_settled_says_so() -> None:
-    (_, spec, source), (_, _, anchor) = built("vit"), built("vit", seed=1)
+    (_, spec, source), (_, _, anchor) = built("gpt_neox"), built("gpt_neox", seed=1)
     source, anchor = (fold_norms(theta, spec) for theta in (source, anchor))
     with pytest.warns(rotfed.ConvergenceWarning, match=r"residual.* in the last of 2 sweeps.*raise max_sweeps"):
-        rotfed.align(source, anchor, spec, max_sweeps=2)
+        rotfed.align(source, anchor, spec, rotfed.AlignOptions(max_sweeps=2))
     rotfed.align(source, anchor, spec)
 
 
@@ -353,32 +359,26 @@ def test_folding_refuses_what_it_would_untie(case: str) -> None:
     fold_norms({**theta, other: theta[one].clone()}, spec)
 
 
-@pytest.mark.parametrize("proper", [False, True])
-def test_centred_alignment_is_the_nearest_of_its_kind(proper: bool, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("reflections", [True, False])
+def test_centred_alignment_is_the_nearest_of_its_kind(reflections: bool, generator: torch.Generator) -> None:
     _, spec, theta = built("vit")
     folded = fold_norms(theta, spec)
     kind = KINDS["centred_orthogonal"]
     for _ in range(8):
         source = {n: t + torch.randn(t.shape, generator=generator).double() for n, t in folded.items()}
         source = fold_norms({n: folded[n] if "layernorm" in n else t for n, t in source.items()}, spec)
-        best = rotfed.align(source, folded, spec, groups=["residual"], proper=proper)
+        best = rotfed.align(source, folded, spec, rotfed.AlignOptions(groups=["residual"], reflections=reflections))
         element = best.transform.elements["residual"]
-        assert not proper or float(torch.linalg.det(element)) == pytest.approx(1)
-        turn = kind.random((), 12, generator, proper=True)
+        assert reflections or float(torch.linalg.det(element)) == pytest.approx(1)
+        turn = kind.random((), 12, generator, reflections=False)
         for rival in (turn, turn @ element):
             other = rotfed.Transform(spec, {"residual": rival}).apply(source)
             assert best.distance_after <= distance(other, folded)
         moved = rotfed.Transform(spec, {"residual": turn}).apply(folded)
-        assert_recovers(rotfed.align(moved, folded, spec, groups=["residual"], proper=proper).params, folded)
-
-
-def test_a_mod_refuses_a_spec_that_takes_folded_models_before_the_first_round() -> None:
-    model, spec, _ = built("vit")
-    with pytest.raises(rotfed.SpecError, match="residual='permutation'"):
-        align_mod(spec)
-    align_mod(rotfed.load_spec(model, residual="permutation"))
-    with pytest.raises(rotfed.AlignmentError, match="expected one of global, medoid, consensus, found 'tree'"):
-        RotFedAvg(rotfed.load_spec(model), anchor="tree")
+        assert_recovers(
+            rotfed.align(moved, folded, spec, rotfed.AlignOptions(groups=["residual"], reflections=reflections)).params,
+            folded,
+        )
 
 
 def test_centred_rotations_keep_the_mean(generator: torch.Generator) -> None:

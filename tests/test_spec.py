@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import rotfed
 from rotfed.axes import Atom, Concat, cuts, parse_axes
+from rotfed.layout import lay_out
 from rotfed.library import bind_spec, spec_files
 from rotfed.nearest import nearest_spec
 from rotfed.specfile import ParamTable, parse_spec_file
@@ -259,9 +260,9 @@ def test_a_spec_is_loaded_without_the_files_of_other_families(monkeypatch: pytes
 def test_any_prefix_is_found_and_what_is_outside_is_left_alone(wrap: Callable[[str], str]) -> None:
     spec, theta = backbone("vit")
     params = {**renamed(theta, wrap), "classifier.weight": torch.ones(2)}
-    resolution = spec.resolve(params)
-    assert resolution.prefix == wrap("")
-    assert resolution.left_alone == ("classifier.weight",)
+    layout = lay_out(params, spec)
+    assert layout.prefix == wrap("")
+    assert layout.unmatched == ("classifier.weight",)
     moved = rotfed.random_transform(spec, torch.Generator().manual_seed(0)).apply(params)
     assert moved["classifier.weight"] is params["classifier.weight"]
     torch.testing.assert_close(rotfed.align(moved, theta, spec).params[wrap("layernorm.bias")], theta["layernorm.bias"])
@@ -336,7 +337,7 @@ def test_parameters_that_the_spec_does_not_cover_are_refused_by_name(name: str) 
     spec, theta = backbone("vit")
     spoil, error = SPOILS[name]
     with pytest.raises(rotfed.SpecError, match=error):
-        spec.resolve(spoil(theta))
+        lay_out(spoil(theta), spec)
     with pytest.raises(rotfed.SpecError, match=error):
         rotfed.align(spoil(theta), theta, spec)
 
@@ -365,7 +366,7 @@ def test_groups_and_layers_are_checked() -> None:
         ({"layers": [[0]]}, "expected numbers from 0 to 1"),
     ]:
         with pytest.raises(rotfed.SpecError, match=error):
-            rotfed.align(theta, theta, spec, **options)
+            rotfed.align(theta, theta, spec, rotfed.AlignOptions(**options))
 
 
 def test_coupled_groups_form_one_component() -> None:

@@ -4,7 +4,7 @@ The models are tiny, randomly initialised, with random norms and biases: `[tiny]
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -14,15 +14,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import rotfed
-from rotfed.axes import Step
-from rotfed.checks import example_inputs, unsettling_transform
+from rotfed.checks import example_inputs, outputs, relative_change, unsettling_transform
 from rotfed.examples import Example, examples
+from rotfed.layout import Block, Layout, lay_out
 from rotfed.library import load_spec, spec_files, supported_model_types
-from rotfed.spec import Block, Resolution, SymmetrySpec
-from rotfed.transform import to_work
-from tests.models import assert_recovers, assert_same, change_of_function, norm
+from rotfed.spec import SymmetrySpec
+from rotfed.tensors import to_work
+from rotfed.transform import Moved
+from tests.models import assert_recovers, assert_same, norm
 
 EXAMPLES = examples()
+FIRST = {example.family: example for example in reversed(EXAMPLES.values())}
 BARE_AND_HEADS = [(name, head) for name, example in EXAMPLES.items() for head in example.classes]
 every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=lambda example: example.name)
 
@@ -46,9 +48,10 @@ def test_every_model_type_has_an_example() -> None:
 def test_random_transforms_keep_the_function(name: str, head: str) -> None:
     model = EXAMPLES[name].model(head)
     spec = load_spec(model)
-    # All groups at once and each alone; raises where a change exceeds 1e-12 in float64, 1e-5 in float32.
+    # All groups at once; raises where a change exceeds 1e-12 in float64, 1e-5 in float32.
     assert 0 < rotfed.check_spec(spec, model) <= 1e-12
-    assert 0 < rotfed.check_spec(spec, model, torch.float32) <= 1e-5
+    if head == EXAMPLES[name].classes[0]:
+        assert rotfed.check_spec(spec, model, torch.float32) <= 1e-5
 
 
 @every_example
@@ -75,16 +78,16 @@ def test_transforms_compose_and_invert(example: Example, generator: torch.Genera
     assert_recovers(one.inverse().apply(one.apply(theta)), theta, 1e-12)
 
 
-@every_example
-def test_a_bfloat16_model_is_aligned_in_float64_and_comes_back_in_bfloat16(
+@pytest.mark.parametrize("example", FIRST.values(), ids=lambda example: example.name)
+def test_a_bfloat16_model_is_aligned_in_float32_and_comes_back_in_bfloat16(
     example: Example, generator: torch.Generator
 ) -> None:
     spec, theta = backbone(example)
     half = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in theta.items()}
-    moved = rotfed.random_transform(spec, generator, proper=True).apply(half)
+    moved = rotfed.random_transform(spec, generator, reflections=False).apply(half)
     alignment = rotfed.align(moved, half, spec)
     assert [t.dtype for t in alignment.params.values()] == [t.dtype for t in half.values()]
-    # Two roundings to eight bits lie between the two; the transform itself is found as if there were none.
+    # Two roundings to eight bits lie between the two; the transform itself is found to float32.
     assert_recovers(alignment.params, half, 0.02)
 
 
@@ -97,8 +100,8 @@ def test_names_on_disk_fit(example: Example, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
             stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-        in_memory = spec.resolve(model.state_dict())
-        on_disk = spec.resolve(stored)
+        in_memory = lay_out(model.state_dict(), spec)
+        on_disk = lay_out(stored, spec)
         assert on_disk.stacks == in_memory.stacks
         transform = rotfed.random_transform(spec, torch.Generator().manual_seed(1))
         moved = transform.apply(stored)
@@ -121,55 +124,44 @@ def test_names_on_disk_fit(example: Example, tmp_path: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Faulty(SymmetrySpec):
-    """A spec in which the blocks of some parameters have been tampered with."""
-
-    tamper: Callable[[Block], Block] = lambda block: block
-
-    def resolve(self, params: Mapping[str, Tensor]) -> Resolution:
-        resolution = super().resolve(params)
-        return dataclasses.replace(resolution, blocks=tuple(self.tamper(block) for block in resolution.blocks))
-
-
-@dataclasses.dataclass(frozen=True)
 class Fault:
-    """One group taken off one part of a parameter, or a scale that multiplies what it should divide."""
+    """One group taken off one part of a parameter, in all layers, or a scale that multiplies what it should divide."""
 
-    params: tuple[str, ...]
-    steps: tuple[Step, ...]
+    block: Block
     group: str
     flipped: bool
 
-    def hits(self, block: Block) -> bool:
-        return block.params == self.params and block.steps == self.steps
-
-    def tamper(self, block: Block) -> Block:
-        if not self.hits(block):
-            return block
+    def moved(self, layout: Layout, transform: rotfed.Transform, theta: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters of the block as a transform makes them under the fault."""
         changed = [
             dataclasses.replace(action, dual=not action.dual) if action.group.name == self.group else action
-            for action in block.actions
+            for action in self.block.actions
             if self.flipped or action.group.name != self.group
         ]
-        return dataclasses.replace(block, actions=tuple(changed))
+        blocks = tuple(
+            dataclasses.replace(block, actions=tuple(changed)) if block is self.block else block
+            for block in layout.blocks
+        )
+        faulty = Moved(theta, transform, dataclasses.replace(layout, blocks=blocks))
+        return {name: faulty[name] for names in self.block.names for name in names}
 
     def __str__(self) -> str:
-        return f"{self.params[0]} with {self.group} {'the other way round' if self.flipped else 'taken off'}"
+        return f"{self.block.names[0][0]} with {self.group} {'the other way round' if self.flipped else 'taken off'}"
 
 
-def faults(resolution: Resolution, seen: set[object]) -> Iterator[Fault]:
-    """Every fault that is not yet in `seen`, where the layers of a parameter and the variants of a spec are alike."""
-    parts: dict[tuple[str, ...], int] = {}
-    for block in resolution.blocks:
-        part = parts[block.params] = parts.get(block.params, -1) + 1
-        name = block.params[0].removeprefix(resolution.prefix)
-        pattern = name if block.layer is None else name.replace(f".{block.layer}.", ".{layer}.", 1)
+def faults(layout: Layout, seen: set[object]) -> Iterator[Fault]:
+    """Every fault that is not yet in `seen`, where the variants of a spec are alike."""
+    parts: dict[object, int] = {}
+    for block in layout.blocks:
+        part = parts[block.names] = parts.get(block.names, -1) + 1
+        name, layer = block.names[0][0].removeprefix(layout.prefix), block.layers[0]
+        pattern = name if layer is None else name.replace(f".{layer}.", ".{layer}.", 1)
         for action in block.actions:
             for flipped in [False] + [True] * (action.group.kind_name == "scale"):
                 fault = (pattern, part, action.group.name, flipped)
                 if fault not in seen:
                     seen.add(fault)
-                    yield Fault(block.params, block.steps, action.group.name, flipped)
+                    yield Fault(block, action.group.name, flipped)
 
 
 @pytest.mark.parametrize("family", spec_files())
@@ -181,20 +173,20 @@ def test_a_fault_in_any_entry_changes_the_function(family: str, generator: torch
         model = cached_model(example.name)
         inputs = example_inputs(model, generator)
         inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-        elements = unsettling_transform(spec, generator).elements
-        values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        resolution = spec.resolve(theta)
-        for fault in faults(resolution, seen):
-            faulty = rotfed.Transform(Faulty(**values, tamper=fault.tamper), elements)
-            if change_of_function(model, theta, faulty.apply(theta), inputs) > 1e-9:
+        transform, layout = unsettling_transform(spec, generator), lay_out(theta, spec)
+        moved, expected = transform.apply(theta), outputs(model, theta, inputs)
+        for fault in faults(layout, seen):
+            faulty = {**moved, **fault.moved(layout, transform, theta)}
+            if relative_change(expected, outputs(model, faulty, inputs)) > 1e-9:
                 continue
             # Not every parameter has an effect: the softmax cancels a bias of the keys. Then any values will do.
             noisy = {name: tensor.clone() for name, tensor in theta.items()}
-            for block in filter(fault.hits, resolution.blocks):
-                assert len(block.params) == 1, f"{fault} does not show"
-                view = block.view(noisy[block.params[0]])
+            assert not fault.block.stacked, f"{fault} does not show"
+            for (name,) in fault.block.names:
+                view = fault.block.view(noisy[name])
                 view.add_(torch.randn(view.shape, generator=generator, dtype=torch.float64))
-            assert change_of_function(model, theta, noisy, inputs) <= 1e-9, f"{example.name}: {fault} does not show"
+            change = relative_change(expected, outputs(model, noisy, inputs))
+            assert change <= 1e-9, f"{example.name}: {fault} does not show"
             inert += 1
     assert len(seen) > 10 and inert <= len(seen) / 4
 
@@ -202,18 +194,18 @@ def test_a_fault_in_any_entry_changes_the_function(family: str, generator: torch
 @every_example
 def test_an_entry_that_is_missing_or_misshapen_is_refused(example: Example) -> None:
     spec, theta = backbone(example)
-    found = spec.resolve(theta).names
+    found = lay_out(theta, spec).names
     entries = [entry for entry in spec.entries if any(name in found for name in spec_names(spec, entry.name))]
     assert len(entries) > 5
     for entry in entries:
         with pytest.raises(rotfed.SpecError, match=r"no entry in|no parameter is named"):
-            spec.without(entry.name).resolve(theta)
+            lay_out(theta, spec.without(entry.name))
         if not entry.optional:
             first = found[spec_names(spec, entry.name)[0]]
             with pytest.raises(rotfed.SpecError, match=r"not found among the parameters|no parameter is named"):
-                spec.resolve({name: tensor for name, tensor in theta.items() if name != first})
+                lay_out({name: tensor for name, tensor in theta.items() if name != first}, spec)
             with pytest.raises(rotfed.SpecError, match="expected shape"):
-                spec.resolve({**theta, first: theta[first].unsqueeze(0)})
+                lay_out({**theta, first: theta[first].unsqueeze(0)}, spec)
 
 
 def spec_names(spec: SymmetrySpec, entry: str) -> list[str]:
@@ -222,11 +214,11 @@ def spec_names(spec: SymmetrySpec, entry: str) -> list[str]:
     return [name for name in spec.names() if name not in others]
 
 
-def test_alignment_computes_in_float64(generator: torch.Generator) -> None:
+def test_what_half_precision_moves_by_is_found_in_float32(generator: torch.Generator) -> None:
     spec, theta = backbone(EXAMPLES["llama"])
     half = {name: tensor.bfloat16() for name, tensor in theta.items()}
     moved = {name: to_work(t) for name, t in rotfed.random_transform(spec, generator).apply(half).items()}
     in_half = rotfed.align({name: t.bfloat16() for name, t in moved.items()}, half, spec).transform
     in_double = rotfed.align(moved, {name: to_work(t) for name, t in half.items()}, spec).transform
     for name, element in in_half.elements.items():
-        torch.testing.assert_close(element, in_double.elements[name], rtol=0, atol=0)
+        torch.testing.assert_close(element, in_double.elements[name], rtol=0, atol=1e-5)

@@ -14,10 +14,17 @@ import rotfed
 from rotfed.checks import example_inputs, outputs
 from rotfed.cli import app
 from rotfed.examples import Example, examples
+from rotfed.layout import lay_out
 from rotfed.library import spec_files, supported_model_types
 
 FIRST = {example.model_type: example for example in reversed(examples().values())}
 BASE = transformers.PretrainedConfig().to_dict()
+
+# Switches with which transformers cannot build or run some tiny model. Any other one has to be kept or refused.
+NOT_BUILT = {
+    *("add_cross_attention", "add_fpn", "is_encoder", "is_hybrid", "key_query_shared_bottleneck", "pre_norm"),
+    *("use_absolute_embeddings", "use_bottleneck"),
+}
 
 
 def switches(example: Example) -> dict[str, Any]:
@@ -33,11 +40,11 @@ def verdict(example: Example, change: dict[str, Any]) -> str:
         model = example.model(**change)
         inputs = example_inputs(model, torch.Generator().manual_seed(0))
         outputs(model, dict(model.state_dict()), inputs)
-    except Exception:
+    except Exception:  # whatever a model raises on a configuration that it was not made for
         return "not built"
     try:
         spec = rotfed.load_spec(model.config)
-        spec.resolve(model.state_dict())
+        lay_out(model.state_dict(), spec)
     except rotfed.SpecError:
         return "refused"
     # Raises FunctionChangedError where a switch changes the symmetry and the spec does not know.
@@ -48,7 +55,7 @@ def verdict(example: Example, change: dict[str, Any]) -> str:
 @pytest.mark.parametrize("example", FIRST.values(), ids=lambda example: example.model_type)
 def test_every_switch_of_a_configuration_is_honoured_or_refused(example: Example) -> None:
     found = {name: verdict(example, {name: value}) for name, value in switches(example).items()}
-    assert "kept" in found.values() or "refused" in found.values()
+    assert {name for name, became in found.items() if became == "not built"} <= NOT_BUILT
     assert found["tie_word_embeddings"] == "kept"
 
 

@@ -111,7 +111,7 @@ def _set_up(threads: int) -> None:
     import torch
     from flwr.common.logger import FLOWER_LOGGER
 
-    from rotfed.checkpoints import quiet_transformers
+    from rotfed.checkpoints.folder import quiet_transformers
     from rotfed.errors import ConvergenceWarning
 
     torch.set_num_threads(threads)

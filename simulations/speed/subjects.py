@@ -12,6 +12,7 @@ from torch import Tensor
 import rotfed
 from rotfed.flower import RotFedAvg
 from rotfed.flower import to_record as rotfed_to_record
+from rotfed.frame_test import MIN_GAIN
 
 Params = Mapping[str, Tensor]
 
@@ -23,12 +24,16 @@ FEDAVG, ROTFEDAVG, ALWAYS = "FedAvg", "RotFedAvg", "RotFedAvg, always aligned"
 # The functions in which a round spends its time, by stage. A function that another one calls counts with the caller's
 # stage unless it is named here itself.
 STAGES = {
-    "decode": ("rotfed.flower.replies:_taken_out", "rotfed.flower.models:match_params"),
-    "test and align": ("rotfed.flower.models:align_where_frames_differ",),
+    "decode": (
+        "rotfed.flower.replies:_taken_out",
+        "rotfed.flower.strategy:match_params",
+        "rotfed.flower.spill:Spill.keep",
+    ),
+    "test and align": ("rotfed.flower.strategy:align_where_frames_differ", "rotfed.flower.strategy:to_home"),
     "average": (
         "flwr.serverapp.strategy:FedAvg.aggregate_train",
-        "rotfed.flower.models:weighted_mean",
-        "rotfed.flower.strategy:mean_tensor",
+        "rotfed.flower.strategy:_mean_like_flower",
+        "rotfed.flower.strategy:_buffers",
     ),
     "encode": ("rotfed.flower.strategy:to_record",),
 }
@@ -41,7 +46,7 @@ def load_spec(model: Any, residual: bool = False) -> Any:
 
 def align(source: Params, anchor: Params, spec: Any, groups: Iterable[str] | None = None) -> Params:
     """Return the source's parameters in the anchor's frame."""
-    return rotfed.align(source, anchor, spec, groups=groups).params
+    return rotfed.align(source, anchor, spec, rotfed.AlignOptions(groups=groups)).params
 
 
 def align_all(models: Sequence[Params], spec: Any) -> list[Params]:
@@ -63,7 +68,7 @@ def strategy(method: str, spec: Any) -> Strategy:
     """Return a new strategy by the name that tables give it; none evaluates."""
     if method == FEDAVG:
         return FedAvg(fraction_evaluate=0.0)
-    return RotFedAvg(spec, min_gain=0.0 if method == ALWAYS else None, fraction_evaluate=0.0)
+    return RotFedAvg(spec, min_gain=0.0 if method == ALWAYS else MIN_GAIN, fraction_evaluate=0.0)
 
 
 def aligns(strategy: Strategy) -> bool:

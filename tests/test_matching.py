@@ -1,12 +1,13 @@
 """Which head is which: pairings against brute force, certificates, and what is coupled to what."""
 
 import itertools
+import sys
 
 import pytest
 import torch
 
 import rotfed
-from rotfed.descent import Problem
+from rotfed import matching
 from tests.models import EXAMPLES, assert_recovers, backbone, distance, norm
 
 
@@ -24,10 +25,10 @@ def test_heads_are_paired_as_brute_force_pairs_them(name: str) -> None:
         element = torch.tensor(order).expand(heads.batch[0], heads.size)
         moved = rotfed.Transform(spec, {heads.name: element}).apply(source)
         for layer in range(spec.num_layers):
-            found = rotfed.align(moved, anchor, spec, groups=["qk", "vo"], layers=[layer]).params
+            found = rotfed.align(moved, anchor, spec, rotfed.AlignOptions(groups=["qk", "vo"], layers=[layer])).params
             inside = {n: t for n, t in found.items() if f".{layer}." in n}
             best[layer] = min(best[layer], distance(inside, anchor))
-    aligned = rotfed.align(source, anchor, spec, groups=[heads.name, "qk", "vo"])
+    aligned = rotfed.align(source, anchor, spec, rotfed.AlignOptions(groups=[heads.name, "qk", "vo"]))
     for layer in range(spec.num_layers):
         inside = {n: t for n, t in aligned.params.items() if f".{layer}." in n}
         assert distance(inside, anchor) == pytest.approx(best[layer], rel=1e-9)
@@ -41,16 +42,15 @@ def test_near_models_keep_their_heads_by_the_certificate(
     anchor = rotfed.Anchor(theta, spec)
     expected = rotfed.align(near, theta, spec)
     rotfed.align(near, anchor, spec)
-    shifts = []
-    whole = Problem._turned_distances
 
-    def counted(self: Problem, *arguments: object) -> torch.Tensor:
-        shifts.append(list(arguments[-1]))  # type: ignore[call-overload]
-        return whole(self, *arguments)  # type: ignore[arg-type]
+    def asked(*_: object) -> torch.Tensor:
+        raise AssertionError("units were paired, or distances between the anchor's units found again")
 
-    monkeypatch.setattr(Problem, "_turned_distances", counted)
+    for name in ("pair_turning", "pair_plain"):
+        monkeypatch.setattr(sys.modules["rotfed.align"], name, asked)
+    for name in ("turned_distances", "_orbits_apart2"):
+        monkeypatch.setattr(matching, name, asked)
     again = rotfed.align(near, anchor, spec)
-    assert shifts == [[0]]
     assert again.identity_permutations == expected.identity_permutations == 1.0
     assert again.distance_after == expected.distance_after < expected.distance_before
 
@@ -77,7 +77,7 @@ def test_a_group_is_chosen_in_every_stack_or_in_one(generator: torch.Generator) 
     assert spec.select_groups(["qk"]) == ("encoder.qk", "decoder.qk")
     assert spec.select_groups(["decoder.qk"]) == ("decoder.qk",)
     moved = rotfed.random_transform(spec, generator).apply(theta)
-    changed = rotfed.align(moved, theta, spec, groups=["decoder.vo"]).params
+    changed = rotfed.align(moved, theta, spec, rotfed.AlignOptions(groups=["decoder.vo"])).params
     assert {n for n in theta if changed[n] is not moved[n] and not torch.equal(changed[n], moved[n])} == {
         f"decoder.block.{layer}.layer.0.SelfAttention.{part}.weight" for layer in range(2) for part in "vo"
     }
