@@ -158,7 +158,7 @@ def check_min_gain(min_gain: float) -> float:
 def gains_over_noise(
     pairs: Sequence[Pair], solved: Sequence[Mapping[Component, Solved]], shares: Sequence[float]
 ) -> dict[Component, Gain]:
-    """Return what alignment takes away of the models' squared distance from the anchor, in units of what it does of noise.
+    """Return how much of the squared distance from the anchor alignment takes away, in units of how much of noise.
 
     Parameters: `pairs`, models and the anchor that they share; `solved`, what was found for each; `shares`, the models'
     weights. Returns one gain for each set of coupled groups (see `SymmetrySpec.components`): about 1 times noise or

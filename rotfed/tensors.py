@@ -12,7 +12,7 @@ Params = Mapping[str, Tensor]
 """Parameters by name, as `model.state_dict()` gives them. Reading one may read a file: read each once."""
 
 AT_ONCE = 2**16
-"""So many numbers at a time stay in a processor's cache: passes over large tensors go from one such part to the next."""
+"""So many numbers at a time stay in a processor's cache: passes over large tensors go part by part."""
 
 # Sums of squares and their ratios stay finite up to here, and no float32 comes near.
 _LARGEST = 1e70

@@ -54,7 +54,7 @@ def page(results: dict[str, Any]) -> str:
         f"{results['torch']} by `make architectures`.",
         "Each row is the worst case over the variants in its spec file (switches of the configuration), and over the",
         "bare model and its task heads: small models with random weights, norms and biases, moved by random elements",
-        "of every group alone and of all at once. The error is the largest change of any output, relative to its",
+        "of all groups at once. The error is the largest change of any output, relative to its",
         "largest value.",
         "",
         f"{len(rows)} model types, {len(results['examples'])} variants.",

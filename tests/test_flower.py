@@ -711,3 +711,12 @@ def test_after_a_strategy_that_takes_no_mean_the_next_round_starts_from_what_it_
         AlignedStrategy(FedAdam(), SPEC, next_round_from="plain")
     with pytest.raises(AlignmentError, match="next_round_from: expected one of auto, plain, aligned, found 'mean'"):
         RotFedAvg(SPEC, next_round_from="mean")
+
+
+def test_a_mod_refuses_a_spec_that_takes_folded_models_before_the_first_round() -> None:
+    model = EXAMPLES["vit"].model("AutoModelForImageClassification")
+    with pytest.raises(rotfed.SpecError, match="residual='permutation'"):
+        align_mod(rotfed.load_spec(model, residual=True))
+    align_mod(rotfed.load_spec(model, residual="permutation"))
+    with pytest.raises(AlignmentError, match="expected one of global, medoid, consensus, found 'tree'"):
+        RotFedAvg(rotfed.load_spec(model), anchor="tree")

@@ -32,7 +32,7 @@ def train_factors(model: nn.Module, which: str = "both") -> None:
 
 
 def delta_record(left: Mapping[str, Tensor | Factors]) -> dict[str, Tensor]:
-    """Factors of a change of the base, by module, under names in float32, as they travel to clients; what has its name keeps it."""
+    """Name the factors of a change of the base, by module, in float32, as they travel; what has its name keeps it."""
     record: dict[str, Tensor] = {}
     for name, found in left.items():
         if isinstance(found, Factors):

@@ -38,11 +38,11 @@ class MergeOptions:
 
     `anchor` is the frame to merge in, one of `ANCHORS`: `"consensus"` by default, `"tree"` with `learn`. `weights` are
     the shares of the models, equal by default. `residual` aligns the residual stream, too, where the spec knows it and
-    the models allow it; by default it does so up to 150 million parameters. `layers` are the numbers of the layers to align, all by default. `data` is a safetensors file
-    of examples to measure losses on, `batch_size` of them at once; with `learn`, that many steps at most refine each
-    alignment on four fifths of them. `force` replaces a model directory that is there. `shard_size` is the number of
-    bytes beyond which the weights are written in several files. Raises AlignmentError for options that do not go
-    together.
+    the models allow it; by default it does so up to 150 million parameters. `layers` are the numbers of the layers to
+    align, all by default. `data` is a safetensors file of examples to measure losses on, `batch_size` of them at once;
+    with `learn`, that many steps at most refine each alignment on four fifths of them. `force` replaces a model
+    directory that is there. `shard_size` is the number of bytes beyond which the weights are written in several files.
+    Raises AlignmentError for options that do not go together.
     """
 
     anchor: str = ""

@@ -101,7 +101,7 @@ class Renamed(_Unread):
 
 
 class Widened(_Unread):
-    """Parameters whose half-precision values are read as float32, so that what is computed with them is rounded once."""
+    """Parameters whose half precision is read as float32, so that what is computed with them is rounded once."""
 
     def __init__(self, source: Mapping[str, Tensor]) -> None:
         self.source = source
