@@ -151,7 +151,7 @@ def test_types_and_tokenizer_are_the_first_ones(tmp_path: Path) -> None:
         ({}, ["--aggregation", "rotation", "--strength", "2"], "strength: expected a number from 0 to 1, found 2"),
         ({}, ["--anchor", "medoid"], "--anchor: expected none for adapters"),
         ({}, ["--learn", "3"], "--learn: expected none for adapters"),
-        ({}, ["--no-residual"], "--no-residual: expected none for adapters"),
+        ({}, ["--no-residual"], "--residual: expected none for adapters"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(

@@ -14,9 +14,9 @@ from rotfed.adapters.factors import (
     aggregation_error,
     consensus,
     factor_mean,
+    left_over,
     nearest_frame,
     optimal,
-    residual,
     rotation,
     stacked,
 )
@@ -97,7 +97,7 @@ def test_a_residual_leaves_no_error_at_the_lowest_rank(case: tuple[int, int, lis
     clients = clients_of(case)
     target = mean_of_products(clients, SHARES)
     for result in (factor_mean(clients, SHARES), optimal(clients, SHARES), None):
-        rest = residual(clients, SHARES, result)
+        rest = left_over(clients, SHARES, result)
         whole = product(rest) + (0 if result is None else product(result))
         torch.testing.assert_close(whole, target, rtol=1e-8, atol=1e-8)
         # What factors hold of a matrix below the rank of rounding is no direction of its own.

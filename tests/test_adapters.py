@@ -13,13 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rotfed.adapters import (
     METHODS,
-    add_residual,
+    add_base_delta,
     aggregate_adapters,
     fit_adapter,
     load_adapter_spec,
     train_factors,
 )
-from rotfed.adapters.client import residual_record
+from rotfed.adapters.client import delta_record
 from rotfed.errors import AlignmentError, SpecError
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -143,8 +143,8 @@ def test_peft_loads_the_result_and_computes_the_mean_of_updates_as_the_error_say
     found = aggregate_adapters([state(client) for client in clients], spec, method, SHARES, anchor=state(clients[0]))
     assert len(repr(found)) < 200
     model = loaded(case, found.params)
-    if found.residual:
-        add_residual(model, residual_record(found.residual))
+    if found.base_delta:
+        add_base_delta(model, delta_record(found.base_delta))
     base = dict(adapted(case).named_parameters())
     errors: list[Tensor] = []
     norms: list[Tensor] = []
@@ -172,8 +172,8 @@ def test_what_is_merged_and_unloaded_answers_as_the_adapter_does(case: str, meth
     model = adapted(case)
     found = aggregate_adapters(clients, load_adapter_spec(model), method, SHARES)
     set_peft_model_state_dict(model, found.params)
-    if found.residual:
-        add_residual(model, residual_record(found.residual))
+    if found.base_delta:
+        add_base_delta(model, delta_record(found.base_delta))
     expected = answers(model)
     torch.testing.assert_close(answers(copy.deepcopy(model).merge_and_unload()), expected, rtol=1e-6, atol=1e-6)
 
@@ -367,10 +367,10 @@ def test_a_layer_that_two_names_share_stays_one_and_gets_its_residual_once() -> 
         torch.testing.assert_close(found.params[name], found.params[name.replace("one", "two")], rtol=0, atol=0)
     layer = clients[0].base_model.model.one
     before = layer.base_layer.weight.detach().clone()
-    add_residual(clients[0], residual_record(found.residual))
-    rest = found.residual["base_model.model.one"]
+    add_base_delta(clients[0], delta_record(found.base_delta))
+    rest = found.base_delta["base_model.model.one"]
     other = adapted("mixed")
-    add_residual(other, found.residual)
+    add_base_delta(other, found.base_delta)
     torch.testing.assert_close(other.base_model.model.one.base_layer.weight, layer.base_layer.weight, rtol=0, atol=0)
     torch.testing.assert_close(layer.base_layer.weight.detach() - before, rest.B @ rest.A, rtol=1e-5, atol=1e-6)
 
@@ -391,55 +391,55 @@ def test_a_residual_is_added_once_and_never_to_what_it_would_break() -> None:
     model = adapted("plain")
     clients = [state(adapted("plain", seed=seed)) for seed in range(2)]
     found = aggregate_adapters(clients, load_adapter_spec(model), "exact")
-    record = residual_record(found.residual)
-    add_residual(model, record)
+    record = delta_record(found.base_delta)
+    add_base_delta(model, record)
     with pytest.raises(AlignmentError, match="one that has one already"):
-        add_residual(model, record)
+        add_base_delta(model, record)
     tied = get_peft_model(llama(tie_word_embeddings=True), LoraConfig(target_modules=["q_proj"]))
     one = {
-        "base_model.model.model.embed_tokens.residual_B": torch.ones(40, 1),
-        "base_model.model.model.embed_tokens.residual_A": torch.ones(1, 16),
+        "base_model.model.model.embed_tokens.delta_B": torch.ones(40, 1),
+        "base_model.model.model.embed_tokens.delta_A": torch.ones(1, 16),
     }
     with pytest.raises(AlignmentError, match="tied to another"):
-        add_residual(tied, one)
+        add_base_delta(tied, one)
     again = get_peft_model(model.unload(), LoraConfig(**CASES["plain"][1]))
     with pytest.raises(AlignmentError, match="one that has one already"):
-        add_residual(again, record)
+        add_base_delta(again, record)
     for dtype in (torch.float8_e4m3fn, torch.int8):
         quantised = adapted("plain", dtype=torch.float32)
         for parameter in quantised.parameters():
             parameter.requires_grad_(False).data = parameter.data.to(dtype)
         with pytest.raises(AlignmentError, match="expected a floating-point base weight"):
-            add_residual(quantised, record)
+            add_base_delta(quantised, record)
     B, A = list(record)[:2]
     for odd, message in [
-        ({B: record[B]}, "expected residual_B and residual_A of a module"),
-        ({A: record[A]}, "expected residual_B and residual_A of a module"),
-        ({B: record[B], A: record[A][:1]}, "expected a residual of two factors"),
+        ({B: record[B]}, "expected delta_B and delta_A of a module"),
+        ({A: record[A]}, "expected delta_B and delta_A of a module"),
+        ({B: record[B], A: record[A][:1]}, "expected two factors of a change"),
         ({B: record[B] * torch.nan, A: record[A]}, "NaN"),
         ({B: record[B].numpy(), A: record[A]}, "expected a dense torch.Tensor, found ndarray"),
     ]:
         fresh = adapted("plain")
         with pytest.raises(AlignmentError, match=message):
-            add_residual(fresh, odd)
+            add_base_delta(fresh, odd)
         torch.testing.assert_close(fresh.state_dict(), adapted("plain").state_dict(), rtol=0, atol=0)
     with pytest.raises(AlignmentError, match="expected a floating-point base weight of shape"):
-        add_residual(adapted("mixed"), {n.replace("model.embed_tokens", "embed"): t for n, t in one.items()})
+        add_base_delta(adapted("mixed"), {n.replace("model.embed_tokens", "embed"): t for n, t in one.items()})
     with pytest.raises(AlignmentError, match="no such module"):
-        add_residual(adapted("plain"), {n.replace("embed", "other"): t for n, t in one.items()})
+        add_base_delta(adapted("plain"), {n.replace("embed", "other"): t for n, t in one.items()})
 
 
 def test_what_float32_rounds_away_is_no_component_of_a_residual() -> None:
     clients = [state(adapted("plain", 2, seed, torch.float32)) for seed in range(3)]
     found = aggregate_adapters(clients, load_adapter_spec(adapted("plain", 2)), "exact", SHARES)
-    assert {factors.rank for factors in found.residual.values()} == {4}
+    assert {factors.rank for factors in found.base_delta.values()} == {4}
     half = aggregate_adapters(
         [{n: t.bfloat16() for n, t in c.items()} for c in clients],
         load_adapter_spec(adapted("plain", 2)),
         "exact",
         SHARES,
     )
-    assert min(factors.rank for factors in half.residual.values()) > 4 and half.error < 1e-6
+    assert min(factors.rank for factors in half.base_delta.values()) > 4 and half.error < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import rotfed
 from rotfed import layout
-from rotfed.frame_test import align_where_frames_differ
+from rotfed.frames_differ import align_where_frames_differ
 from rotfed.layout import lay_out
 from rotfed.mergers import MeanOf
 from tests.models import EXAMPLES, FAMILIES, assert_same, backbone, copied

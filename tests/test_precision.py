@@ -11,7 +11,7 @@ from tests.models import EXAMPLES, FAMILIES, backbone, cached_model, cached_spec
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # A copy in float32 comes back to a few times its own rounding, which is also that of the products.
-EXACT = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+EXACT = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 def in_type(params: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

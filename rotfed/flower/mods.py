@@ -13,7 +13,7 @@ from rotfed.errors import RecordError, SpecError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import match_params
 from rotfed.flower.wrapper import check_is_adapter_spec, selected
-from rotfed.frame_test import MIN_GAIN, align_where_frames_differ, check_min_gain
+from rotfed.frames_differ import MIN_GAIN, align_where_frames_differ, check_min_gain
 from rotfed.matching import Anchor
 from rotfed.residual import folded
 from rotfed.spec import SymmetrySpec

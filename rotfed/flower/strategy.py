@@ -22,8 +22,8 @@ from rotfed.flower.replies import Received, Usable, floating, match_params, reco
 from rotfed.flower.reports import ClientReport, RoundReport
 from rotfed.flower.spill import Arriving, Held, Spill, Spilled
 from rotfed.flower.wrapper import Wrapper, averages, selected, tied
-from rotfed.frame_test import MIN_GAIN, Framed, align_where_frames_differ, check_min_gain
 from rotfed.frames import chosen_anchor, follow, to_home
+from rotfed.frames_differ import MIN_GAIN, Framed, align_where_frames_differ, check_min_gain
 from rotfed.layout import lay_out, moving
 from rotfed.matching import Anchor
 from rotfed.mergers import mean_tensor, normalised_weights
@@ -63,7 +63,7 @@ class AlignedStrategy(Wrapper):
         Groups, layers, and how they are aligned: see `rotfed.AlignOptions`.
     min_gain
         A round whose frames do not differ is aggregated as it came, to the bit. Only those groups are aligned that gain
-        more, in units of what they would gain on noise (see `rotfed.frame_test`). 0 aligns every round, infinity none.
+        more, in units of what they would gain on noise (see `rotfed.frames_differ`). 0 aligns every round, infinity none.
     next_round_from
         Around FedAvg and its like: what the next round starts from. `"plain"`, the mean of the replies as they came:
         the rounds run as without alignment, and each delivers the aligned mean. `"aligned"`: what was delivered.

@@ -12,7 +12,7 @@ from torch import Tensor
 import rotfed
 from rotfed.flower import RotFedAvg
 from rotfed.flower import to_record as rotfed_to_record
-from rotfed.frame_test import MIN_GAIN
+from rotfed.frames_differ import MIN_GAIN
 
 Params = Mapping[str, Tensor]
 

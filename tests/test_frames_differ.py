@@ -9,8 +9,8 @@ from torch import Tensor
 import rotfed
 from rotfed.align import Pair
 from rotfed.errors import AlignmentError
-from rotfed.frame_test import align_where_frames_differ, check_min_gain, gains_over_noise
 from rotfed.frames import follow
+from rotfed.frames_differ import align_where_frames_differ, check_min_gain, gains_over_noise
 from rotfed.mergers import MeanOf
 from rotfed.spec import SymmetrySpec
 from rotfed.transform import Transform, identity_transform
