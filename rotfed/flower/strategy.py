@@ -35,7 +35,7 @@ from rotfed.tensors import AT_ONCE, Params, check_finite
 ROUND_ANCHORS = ("global", "medoid", "consensus")
 STARTS = ("auto", "plain", "aligned")
 
-REPLIES_IN_MEMORY = 2**30
+REPLIES_IN_MEMORY = 2**32
 
 # The inner strategy aggregates what clients report; of a weighted mean, rotfed computes the model itself.
 _NO_MODEL = {"rotfed": torch.zeros(1)}
@@ -63,7 +63,7 @@ class AlignedStrategy(Wrapper):
         Groups, layers, and how they are aligned: see `rotfed.AlignOptions`.
     min_gain
         A round whose frames do not differ is aggregated as it came, to the bit. Only those groups are aligned that gain
-        more, in units of what they would gain on noise (see `rotfed.frames_differ`). 0 aligns every round, infinity none.
+        more, in units of the gain on noise (see `rotfed.frames_differ`). 0 aligns every round, infinity none.
     next_round_from
         Around FedAvg and its like: what the next round starts from. `"plain"`, the mean of the replies as they came:
         the rounds run as without alignment, and each delivers the aligned mean. `"aligned"`: what was delivered.
@@ -72,7 +72,7 @@ class AlignedStrategy(Wrapper):
         the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model; that it is
         the better start was not shown (docs/benchmark.md).
     replies_in_memory, spill_folder
-        Around FedAvg and its like memory holds so many bytes of a round's replies, a gigabyte by default; the others
+        Around FedAvg and its like memory holds so many bytes of a round's replies, four gigabytes by default; the others
         are kept, as they arrive, in a file without a name in this folder, the system's temporary one by default. Any
         other strategy gets all replies at once, and memory holds them.
 
