@@ -11,7 +11,7 @@ from rotfed.errors import AlignmentError, TransformError
 Params = Mapping[str, Tensor]
 """Parameters by name, as `model.state_dict()` gives them. Reading one may read a file: read each once."""
 
-AT_ONCE = 2**16
+AT_ONCE = 2**18
 """So many numbers at a time stay in a processor's cache: passes over large tensors go part by part."""
 
 # Sums of squares and their ratios stay finite up to here, and no float32 comes near.
