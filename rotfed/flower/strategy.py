@@ -72,7 +72,7 @@ class AlignedStrategy(Wrapper):
         the spread), whose plain mean would mean nothing. The aligned mean of a round is the better model; that it is
         the better start was not shown (docs/benchmark.md).
     replies_in_memory, spill_folder
-        Around FedAvg and its like memory holds so many bytes of a round's replies, four gigabytes by default; the others
+        Around FedAvg and its like memory holds so many bytes of a round's replies, four gigabytes by default; others
         are kept, as they arrive, in a file without a name in this folder, the system's temporary one by default. Any
         other strategy gets all replies at once, and memory holds them.
 

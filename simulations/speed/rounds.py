@@ -46,8 +46,10 @@ def alone(shape: Shape, clients: int, method: str, repeats: int, folder: Path) -
     """
     stored, spec = StoredRound(folder), subjects.load_spec(shape.config)
     start = stored.start()
+    # Where memory counts, no reply stays in it.
+    spilled = repeats == 0
     with Peak() as peak:
-        first = one_round(subjects.strategy(method, spec), stored, start, clients)
+        first = one_round(subjects.strategy(method, spec, spilled), stored, start, clients)
     memory = {"resident": peak.resident, "anonymous": peak.anonymous}
     found = [one_round(subjects.strategy(method, spec), stored, start, clients) for _ in range(repeats)] or [first]
     about = {"method": method, **_about(shape, clients, stored), **memory}

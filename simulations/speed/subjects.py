@@ -12,6 +12,7 @@ from torch import Tensor
 import rotfed
 from rotfed.flower import RotFedAvg
 from rotfed.flower import to_record as rotfed_to_record
+from rotfed.flower.strategy import REPLIES_IN_MEMORY
 from rotfed.frames_differ import MIN_GAIN
 
 Params = Mapping[str, Tensor]
@@ -64,11 +65,12 @@ def to_record(params: Params) -> ArrayRecord:
     return rotfed_to_record(params)
 
 
-def strategy(method: str, spec: Any) -> Strategy:
-    """Return a new strategy by the name that tables give it; none evaluates."""
+def strategy(method: str, spec: Any, spilled: bool = False) -> Strategy:
+    """Return a new strategy by the name that tables give it; none evaluates. `spilled` keeps all replies in a file."""
     if method == FEDAVG:
         return FedAvg(fraction_evaluate=0.0)
-    return RotFedAvg(spec, min_gain=0.0 if method == ALWAYS else MIN_GAIN, fraction_evaluate=0.0)
+    least, in_memory = 0.0 if method == ALWAYS else MIN_GAIN, 0 if spilled else REPLIES_IN_MEMORY
+    return RotFedAvg(spec, min_gain=least, replies_in_memory=in_memory, fraction_evaluate=0.0)
 
 
 def aligns(strategy: Strategy) -> bool:
