@@ -100,7 +100,7 @@ def _by_products(cross: Tensor, identity: Tensor) -> tuple[Tensor, Tensor]:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.reshape(cross.shape)
-    sure = (x @ x.mT - identity.float()).abs().amax((-2, -1)) < 1e-4
+    sure = (x @ x.mT - identity.float()).abs().amax((-2, -1)) < 1e-5
     # One step of Newton and Schulz: what is orthogonal to float32 becomes so to float64.
     rotation = x.double()
     return rotation @ (1.5 * identity - 0.5 * rotation.mT @ rotation), sure

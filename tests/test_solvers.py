@@ -126,3 +126,17 @@ def test_a_scale_is_found_from_its_dual_side_alone(c: float, seed: int) -> None:
     zero = torch.zeros((), dtype=torch.float64)
     found = optimal_scale(zero, zero, source.square().sum(), (source / c * source).sum())
     torch.testing.assert_close(found, torch.tensor(c, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("smallest", [1e-1, 1e-3, 2e-4, 1e-5, 0.0])
+def test_products_give_members_of_the_group_or_leave_it_to_a_decomposition(
+    smallest: float, generator: torch.Generator
+) -> None:
+    u, v = (torch.linalg.qr(torch.randn(40, 24, 24, generator=generator, dtype=torch.float64))[0] for _ in range(2))
+    singular = torch.logspace(0, -1, 24, dtype=torch.float64).clone()
+    singular[-1] = smallest
+    cross = u * singular @ v.mT
+    found = orthogonal_procrustes(cross, Pull(null_space=1e-6))
+    eye = torch.eye(24, dtype=torch.float64).expand_as(cross)
+    torch.testing.assert_close(found @ found.mT, eye, rtol=0, atol=1e-9)
+    assert float((found * cross).sum()) > float(torch.linalg.matrix_norm(cross, ord="nuc").sum()) * (1 - 1e-5)
