@@ -192,7 +192,7 @@ class Pair:
         ]
         types = {tensor.dtype for params in (source, anchor.params) for tensor in meta_of(params).values()}
         double = compute_type(*types) == torch.float64
-        # What rounding of the products, in their type, looks like: in a moment's null space, and as a gain.
+        # Rounding of the products, in their type: in a moment's null space, and as a gain.
         self.null_space = 1e-11 if double else 1e-6
         self.noise = 1e-13 if double else 1e-11
         self.settled = _SETTLED if double else 1e-4
@@ -244,11 +244,11 @@ class Pair:
             transform = self.transform(kept.values())
             moved = transform.over(self.source)
             try:
-                # What is read from elsewhere is moved when it is read, too.
+                # Parameters that are read from elsewhere are moved when they are read, too.
                 params: Params = dict(moved) if isinstance(self.source, dict) else moved
                 before2, after2 = self._distances(kept, params)
             except TransformError as error:
-                # What its type cannot hold is at no distance at all.
+                # A model that its type cannot hold is at no distance at all.
                 lost = {name for name in kept if set(name) & set(error.groups)}
                 if not lost:
                     raise
@@ -352,7 +352,7 @@ class Pair:
     def _descent(self, component: Component, options: AlignOptions | None = None) -> "Descent":
         groups = [self.spec.groups[name] for name in component]
         permutations = [group for group in groups if group.kind_name == "permutation"]
-        # What all layers share comes last: it is known from embeddings and head before anything else is.
+        # Groups that all layers share come last: embeddings and head tell them before anything else is known.
         rest = sorted((g for g in groups if g.kind_name != "permutation"), key=lambda group: not group.layered)
         return Descent(permutations, rest, self, options or self.options)
 
@@ -498,8 +498,8 @@ class Descent:
         known = {group.name: self.pair.identity(group.name) for group in self.rest}
         for position, group in enumerate(self.permutations):
             unsettled = [other.name for other in self.permutations[position:]]
-            # What turns the residual stream is known from embeddings and head, which nothing else touches; what turns
-            # a query head of a shared key from the key, which the query heads do not touch.
+            # Embeddings and head, which nothing else touches, tell the turn of the residual stream; a key, which its
+            # query heads do not touch, tells theirs.
             for number, other in reversed(list(enumerate(self.rest))):
                 closed = [*unsettled, *(g.name for g in self.rest[:number])]
                 free = [p for p in pieces if p.touched_by([other.name]) and not p.touched_by(closed)]
