@@ -79,10 +79,14 @@ def align_all(
             )
         prepared = reference if isinstance(reference, Anchor) else Anchor(reference, spec)
         return [align(model, prepared, spec, options) for model in models]
-    if anchor == "consensus" and reference is None and (near := _a_little_apart(models, spec, shares, options)):
-        # They are in the frame of their plain mean.
-        return near
-    aligned = in_one_frame(models, spec, anchor, shares, align_pair, options)
+    if anchor == "consensus":
+        near = _a_little_apart(models, spec, shares, options)
+        if near and reference is None:
+            # They are in the frame of their plain mean.
+            return near
+        aligned = near or _align_to_consensus(models, spec, shares, options)
+    else:
+        aligned = in_one_frame(models, spec, anchor, shares, align_pair, options)
     if reference is None and anchor != "consensus":
         return aligned
     # From the medoid's frame a consensus drifts a little, and no unit leaves its place.
@@ -102,7 +106,7 @@ def in_one_frame(
     if anchor == "medoid":
         return _align_to_medoid(models, spec, shares, options)
     if anchor == "consensus":
-        return _align_to_consensus(models, spec, shares, options)
+        return _a_little_apart(models, spec, shares, options) or _align_to_consensus(models, spec, shares, options)
     one_pair = align_pair or (lambda source, target, share: align(source, target, spec, options))
     return _align_in_turn(models, spec, shares, one_pair, anchor == "tree", options)
 
@@ -216,8 +220,6 @@ def _align_to_consensus(
     """
     # Descent from the plain mean finds what is near; models in frames of their own have a mean that tells nothing,
     # and start from the medoid's frame. The spread of the two starts decides.
-    if near := _a_little_apart(models, spec, shares, options):
-        return near
     at_medoid = _align_to_medoid(models, spec, shares, options)
     lowest = spread2([alignment.params for alignment in at_medoid], shares)
     plain = spread2(models, shares)

@@ -21,8 +21,8 @@ from rotfed.errors import AlignmentError, RecordError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, Usable, match_params, widened
 from rotfed.flower.reports import AdapterReport
-from rotfed.flower.wrapper import Wrapper, averages, chain, check_is_adapter_spec, require_unset, tied
-from rotfed.mergers import mean_tensor, normalised_weights
+from rotfed.flower.wrapper import Wrapper, averages, chain, check_is_adapter_spec, require_unset
+from rotfed.mergers import normalised_weights
 from rotfed.tensors import check_finite
 
 TRAIN = "rotfed-train"
@@ -177,13 +177,8 @@ class AdapterStrategy(Wrapper):
         self.done()
         if made is None:
             return None, metrics
-        for first, *others in tied(self.broadcast, models):
-            # Noise of a privacy mechanism would part weights that the model shares.
-            made.update({name: made[first] for name in others})
-        if not self.private:
-            shares = normalised_weights(len(models), [entry.weight for entry in received.usable])
-            buffers = [name for name, tensor in self.broadcast.items() if not tensor.is_floating_point()]
-            made |= {name: mean_tensor(name, [model[name] for model in models], shares) for name in buffers}
+        shares = normalised_weights(len(models), [entry.weight for entry in received.usable])
+        made = self.completed(made, models, shares)
         metrics = MetricRecord() if metrics is None else metrics
         metrics.update(report.metrics())
         self._settle()

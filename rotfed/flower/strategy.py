@@ -21,12 +21,12 @@ from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Received, Usable, floating, match_params, record_key
 from rotfed.flower.reports import ClientReport, RoundReport
 from rotfed.flower.spill import Arriving, Held, Spill, Spilled
-from rotfed.flower.wrapper import Wrapper, averages, selected, tied
+from rotfed.flower.wrapper import Wrapper, averages, buffers_of, selected
 from rotfed.frames import chosen_anchor, follow, to_home
 from rotfed.frames_differ import MIN_GAIN, Framed, align_where_frames_differ, check_min_gain
 from rotfed.layout import lay_out, moving
 from rotfed.matching import Anchor
-from rotfed.mergers import mean_tensor, normalised_weights
+from rotfed.mergers import normalised_weights
 from rotfed.residual import folded
 from rotfed.spec import SymmetrySpec
 from rotfed.tensors import AT_ONCE, Params, check_finite
@@ -196,12 +196,7 @@ class AlignedStrategy(Wrapper):
         made, metrics = self.aggregate_inside(server_round, received, moved)
         if made is None:
             return None, metrics
-        for first, *others in tied(self.broadcast, models):
-            # Noise of a privacy mechanism would part weights that the model shares.
-            made.update({name: made[first] for name in others})
-        if not self.private:
-            made |= _buffers(models, shares)
-        return to_record(self.typed(made)), metrics
+        return to_record(self.typed(self.completed(made, models, shares))), metrics
 
     # --- FedAvg and its like -----------------------------------------------------------------------------------------
 
@@ -245,7 +240,7 @@ class AlignedStrategy(Wrapper):
         start = "plain" if apart or not framed.groups else "aligned"
         self._report(server_round, received, framed, clients, start, started)
         # A model that is packed is not kept unpacked.
-        buffers, differed = _buffers(models, shares), bool(framed.groups)
+        buffers, differed = buffers_of(models, shares), bool(framed.groups)
         del framed, centre
         same = {name for name, tensor in mean.items() if tensor is plain[name]}
         next_start = to_record(self.typed({**plain, **buffers})) if apart or not differed else None
@@ -369,13 +364,6 @@ def _mean_like_flower(models: Iterable[Params], shares: Sequence[float], names: 
                 some = others[start : start + AT_ONCE]
                 own[start : start + AT_ONCE].add_(torch.mul(some, share, out=part[: len(some)]))
     return total
-
-
-def _buffers(models: Sequence[Params], shares: Sequence[float]) -> dict[str, Tensor]:
-    """Return the mean of whole numbers and the majority of flags."""
-    meta = models[0] if isinstance(models[0], dict) else models[0].meta()  # type: ignore[attr-defined]
-    names = [name for name, tensor in meta.items() if not tensor.is_floating_point()]
-    return {name: mean_tensor(name, [model[name] for model in models], shares) for name in names}
 
 
 def _span(layers: Sequence[int]) -> str:

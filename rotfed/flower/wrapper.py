@@ -1,7 +1,7 @@
 """What every rotfed strategy shares around another strategy: who was sent what, replies, refusals, names and types."""
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from logging import INFO, WARNING
 from typing import Any
 
@@ -24,8 +24,9 @@ from rotfed.align import AlignOptions
 from rotfed.errors import AlignmentError, RecordError, SpecError
 from rotfed.flower.records import to_record, to_state_dict
 from rotfed.flower.replies import Reader, Received, floating, match_params, record_key, sort_replies, widened
+from rotfed.mergers import mean_tensor
 from rotfed.spec import SymmetrySpec, check_is_spec
-from rotfed.tensors import Params
+from rotfed.tensors import Params, meta_of
 
 _PRIVATE = (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -170,6 +171,15 @@ class Wrapper(Strategy):
             self.log_not_finite(error)
             return None, metrics
 
+    def completed(
+        self, made: dict[str, Tensor], models: Sequence[Params], shares: Sequence[float]
+    ) -> dict[str, Tensor]:
+        """Return the model that the inner strategy made, with tied weights alike and, without privacy, with buffers."""
+        for first, *others in tied(self.broadcast, models):
+            # Noise of a privacy mechanism would part weights that the model shares.
+            made = {**made, **{name: made[first] for name in others}}
+        return made if self.private else {**made, **buffers_of(models, shares)}
+
     def log_not_finite(self, error: AlignmentError) -> None:
         """Say that a round leaves the model as it was."""
         log(
@@ -210,6 +220,12 @@ def chain(strategy: Strategy) -> list[Strategy]:
     while isinstance(nested := getattr(found[-1], "strategy", None), Strategy):
         found.append(nested)
     return found
+
+
+def buffers_of(models: Sequence[Params], shares: Sequence[float]) -> dict[str, Tensor]:
+    """Return the mean of whole numbers and the majority of flags."""
+    names = [name for name, tensor in meta_of(models[0]).items() if not tensor.is_floating_point()]
+    return {name: mean_tensor(name, [model[name] for model in models], shares) for name in names}
 
 
 def tied(broadcast: Params, models: Iterable[Params]) -> list[list[str]]:

@@ -34,7 +34,7 @@ STAGES = {
     "average": (
         "flwr.serverapp.strategy:FedAvg.aggregate_train",
         "rotfed.flower.strategy:_mean_like_flower",
-        "rotfed.flower.strategy:_buffers",
+        "rotfed.flower.strategy:buffers_of",
     ),
     "encode": ("rotfed.flower.strategy:to_record",),
 }
